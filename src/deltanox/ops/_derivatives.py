@@ -1,0 +1,23 @@
+"""Hand-derived backward passes are not differentiated again: a second derivative must end in a sentence, not in a wrong value."""
+
+from collections.abc import Callable
+
+import jax
+
+
+def once_differentiable(implementation: str, remedy: str) -> Callable:
+    """Decorate the backward pass of a `custom_vjp`: differentiating it raises NotImplementedError with the remedy."""
+
+    def decorate(backward: Callable) -> Callable:
+        guarded = jax.custom_jvp(backward)
+
+        @guarded.defjvp
+        def second(primals, tangents):
+            raise NotImplementedError(
+                f"implementation='{implementation}' has a hand-derived backward pass, which has no derivative of its own: for a second "
+                f"derivative, {remedy}"
+            )
+
+        return guarded
+
+    return decorate

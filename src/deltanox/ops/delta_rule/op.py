@@ -1,0 +1,138 @@
+"""The public op: shapes, packing and dispatch. The mathematics is in `reference.py`, the chunked form in `chunked.py`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..._types import Implementation, Mask, Precision, SegmentIds, State
+from .._segments import boundaries
+from .chunked import chunked
+from .inputs import check_options, check_shapes
+from .reference import l2norm, reference, step
+from .residuals import Residuals
+from .vjp import xla
+
+
+def gated_delta_rule(
+    q: Float[Array, "*B T h K"],
+    k: Float[Array, "*B T h K"],
+    v: Float[Array, "*B T H V"],
+    g: Float[Array, "*B T H"] | None,
+    beta: Float[Array, "*B T H"],
+    *,
+    initial_state: State | None = None,
+    segment_ids: SegmentIds | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
+    chunk_size: int = 64,
+    implementation: Implementation = "auto",
+    precision: Precision | None = None,
+    state_dtype: Any = jnp.float32,
+    residuals: Residuals = Residuals(),  # noqa: B008 (frozen)
+) -> tuple[Float[Array, "*B T H V"], State]:
+    r"""The gated delta rule over a sequence.
+
+    For each value head, with the state S [K, V] and S_0 = `initial_state`:
+
+        S_t = (I − β_t k_t k_tᵀ) exp(g_t) S_{t−1} + β_t k_t v_tᵀ          o_t = scale · S_tᵀ q_t
+
+    Arguments:
+        q, k: queries and keys of h key heads; any float dtype, the same for q, k and v.
+        v: values of H value heads, H a multiple of h: value head i reads key head i // (H / h), and q and k are not repeated.
+        g: log-decay, natural logarithm, ≤ 0. None is no decay. A value below −104 (where exp is zero in float32), −inf
+            included, is an exact reset.
+        beta: writing rate in [0, 1]; up to 2 is stable for keys of norm 1.
+        initial_state: the state before the first token, float32; None is zeros. It belongs to the first segment.
+        segment_ids: documents packed in a row: any change between neighbours is a boundary, and tokens on its two sides never meet.
+        mask: False at padding, left, right or between. A masked token leaves the state as it is, its output is zero, its values
+            (NaN included) and its segment id are not looked at.
+        scale: factor of the output, by default K^-1/2.
+        use_qk_l2norm: normalise q and k in float32, x · rsqrt(Σ x² + l2norm_eps), in both directions. Without it, keys of norm 1 are expected.
+        chunk_size: tokens a chunk: a power of two below 16, or a multiple of 16.
+        implementation: see below. "auto" is "xla" where no TPU kernel is built.
+        precision: of the matrix products on an accelerator ("default": one bfloat16 or TF32 pass, "high": three, "highest": float32).
+            By default "highest" for float32 inputs and "default" below. The inverse inside a chunk is always "highest".
+        state_dtype: dtype in which states are kept between the chunks for the backward pass; the recurrence itself is float32.
+        residuals: what the forward pass keeps for the backward pass of "xla".
+
+    Returns: `(out, final_state)`: out in v's dtype; final_state, after the last segment's last token, in float32 (float64 for
+        float64 inputs).
+
+    | implementation | what it is | derivatives |
+    |---|---|---|
+    | "xla" | chunks, with the hand-derived backward; states kept every n chunks | reverse mode, once |
+    | "chunked" | the same forward, differentiated by JAX | forward and reverse mode, any number of times |
+    | "reference" | the recurrence above, token by token, in float64 | forward and reverse mode, any number of times |
+    | "pallas" | TPU kernels | not built yet |
+
+    Raises: ValueError with the argument, the shapes received and the remedy, for all that shapes and dtypes can tell;
+        `check_inputs` looks at values. NotImplementedError at a second derivative of "xla", and for "pallas".
+
+    Source: Yang, Kautz, Hatamizadeh, arXiv:2412.06464; as in Qwen3-Next and Qwen3.5.
+    """
+    name = "gated_delta_rule"
+    check_shapes(name, q, k, v, g, beta, initial_state, segment_ids, mask)
+    check_options(
+        name, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
+        scale=scale, l2norm_eps=l2norm_eps,
+    )  # fmt: skip
+    lead, (length, key_heads, key_size), (heads, value_size) = q.shape[:-3], q.shape[-3:], v.shape[-2:]
+    accumulate = jnp.promote_types(v.dtype, jnp.float32)
+
+    def flat(x, axes):
+        return None if x is None else x.reshape(-1, *x.shape[x.ndim - axes :])
+
+    g = jnp.zeros(beta.shape, accumulate) if g is None else g.astype(accumulate)
+    if initial_state is None:
+        initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)
+    arrays = (
+        flat(q, 3), flat(k, 3), flat(v, 3), flat(g, 2), flat(beta.astype(accumulate), 2),
+        flat(initial_state.astype(accumulate), 3), flat(boundaries(segment_ids, mask), 1), flat(mask, 1),
+    )  # fmt: skip
+    scale = key_size**-0.5 if scale is None else scale
+    eps = l2norm_eps if use_qk_l2norm else None
+    if precision is None:
+        precision = "highest" if v.dtype in (jnp.float32, jnp.float64) else "default"
+    if implementation == "reference":
+        out, state = reference(*arrays, scale=scale, l2norm_eps=eps)
+    else:
+        engine = chunked if implementation == "chunked" else xla
+        out, state = engine(
+            *arrays, scale=scale, l2norm_eps=eps, chunk_size=chunk_size, precision=precision, state_dtype=jnp.dtype(state_dtype),
+            residuals=residuals,
+        )  # fmt: skip
+    return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
+
+
+def gated_delta_step(
+    q: Float[Array, "*B h K"],
+    k: Float[Array, "*B h K"],
+    v: Float[Array, "*B H V"],
+    g: Float[Array, "*B H"] | None,
+    beta: Float[Array, "*B H"],
+    *,
+    initial_state: State | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
+) -> tuple[Float[Array, "*B H V"], State]:
+    """One token of `gated_delta_rule`, for decoding: the same arguments without T; every derivative exists.
+
+    Returns: `(out, new_state)`: out in v's dtype, the state in float32 (float64 for float64 inputs).
+
+    Raises: ValueError as `gated_delta_rule`.
+    """
+    check_shapes("gated_delta_step", q, k, v, g, beta, initial_state, axis_t="")
+    lead, key_size, heads, value_size = q.shape[:-2], q.shape[-1], *v.shape[-2:]
+    accumulate = jnp.promote_types(v.dtype, jnp.float32)
+    g = jnp.zeros(beta.shape, accumulate) if g is None else g
+    if initial_state is None:
+        initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)
+    wide = [x.reshape(-1, *x.shape[len(lead) :]).astype(accumulate) for x in (initial_state, q, k, v, g, beta)]
+    if use_qk_l2norm:
+        wide[1:3] = (l2norm(x, l2norm_eps) for x in wide[1:3])
+    state, out = step(*wide, key_size**-0.5 if scale is None else scale)
+    return out.astype(v.dtype).reshape(v.shape), state.reshape(initial_state.shape)

@@ -1,0 +1,120 @@
+r"""The gated delta rule, token by token: the definition that every other implementation is held against.
+
+For a value head with state S [K, V], the log-decay g_t ≤ 0 and the rate β_t:
+
+    S ← exp(g_t) S                       forget
+    e = v_t − Sᵀ k_t                     what the state does not know yet about key k_t
+    S ← S + k_t (β_t e)ᵀ                 write
+    o_t = Sᵀ (scale · q_t)               read, after the write
+
+Value head i reads key head i // (H / h). Where a segment begins, S is zero before the token; a masked token
+leaves S as it is. With `use_qk_l2norm`, x is x · rsqrt(Σ x² + eps) for q and k.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464); order of decay and error as in Qwen3-Next.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._derivatives import once_differentiable
+
+BLOCK = 32  # tokens whose states are computed again in the backward pass, instead of being kept
+
+
+def l2norm(x: Float[Array, "*S"], eps: float) -> Float[Array, "*S"]:
+    """x · rsqrt(Σ x² + eps) over the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+
+
+def step(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "B h K"],
+    k: Float[Array, "B h K"],
+    v: Float[Array, "B H V"],
+    g: Float[Array, "B H"],
+    beta: Float[Array, "B H"],
+    scale: float,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    """One token. All arrays in one dtype, q and k already normalised. Returns the new state and the output."""
+    batch, heads, value_size = v.shape
+    groups = q.shape[1]
+    state = state.reshape(batch, groups, heads // groups, *state.shape[2:])  # value heads beside their key head
+    v, g, beta = (x.reshape(batch, groups, heads // groups, *x.shape[2:]) for x in (v, g, beta))
+    state = jnp.exp(g)[..., None, None] * state
+    error = v - jnp.einsum("bhrkv,bhk->bhrv", state, k, precision="highest")
+    state = state + k[:, :, None, :, None] * (beta[..., None] * error)[..., None, :]
+    out = jnp.einsum("bhrkv,bhk->bhrv", state, q * scale, precision="highest")
+    return state.reshape(batch, heads, *state.shape[3:]), out.reshape(batch, heads, value_size)
+
+
+def recurrence(
+    q: Float[Array, "B T h K"],
+    k: Float[Array, "B T h K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+    initial_state: Float[Array, "B H K V"],
+    boundary: Bool[Array, "B T"] | None,
+    mask: Bool[Array, "B T"] | None,
+    *,
+    scale: float,
+    l2norm_eps: float | None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """The recurrence over all tokens, in the dtype of its arrays. `l2norm_eps` None leaves q and k as they are."""
+    batch, length = q.shape[:2]
+    boundary = jnp.zeros((batch, length), bool) if boundary is None else boundary
+    mask = jnp.ones((batch, length), bool) if mask is None else mask
+    pad = -length % BLOCK
+    tokens = [
+        jnp.moveaxis(jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2)), 1, 0)
+        .reshape(-1, BLOCK, *x.shape[:1], *x.shape[2:])  # fmt: skip
+        for x in (q, k, v, g, beta, boundary, mask)
+    ]
+
+    def token(state, inputs):
+        q, k, v, g, beta, begins, real = inputs
+        here = real[:, None, None]
+        q, k, v = (jnp.where(here, x, 0) for x in (q, k, v))  # a masked value, NaN included, never meets the state
+        g, beta = (jnp.where(here[..., 0], x, 0) for x in (g, beta))
+        if l2norm_eps is not None:
+            q, k = l2norm(q, l2norm_eps), l2norm(k, l2norm_eps)
+        state = jnp.where(begins[:, None, None, None], 0, state)
+        return step(state, q, k, v, g, beta, scale)
+
+    @jax.checkpoint
+    def block(state, inputs):
+        return jax.lax.scan(token, state, inputs)
+
+    state, out = jax.lax.scan(block, initial_state, tuple(tokens))
+    out = jnp.moveaxis(out.reshape(-1, *out.shape[2:])[:length], 0, 1)
+    return out, state
+
+
+def reference(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_eps):
+    """`recurrence` in float64, whatever the dtype of its arrays and JAX's x64 switch. Slow: for checks.
+
+    Results are cast to the dtypes of `v` and of `initial_state`. With x64 off, JAX cannot differentiate through float64 by itself, so
+    the derivative is taken here, in float64 too: reverse mode, once. With x64 on, every derivative exists.
+    """
+
+    def wide(q, k, v, g, beta, initial_state):
+        inputs = [x.astype(jnp.float64) for x in (q, k, v, g, beta, initial_state)]
+        out, state = recurrence(*inputs, boundary, mask, scale=scale, l2norm_eps=l2norm_eps)
+        return out.astype(v.dtype), state.astype(initial_state.dtype)
+
+    if jax.config.read("jax_enable_x64"):
+        return wide(q, k, v, g, beta, initial_state)
+
+    @jax.custom_vjp
+    def op(*floats):
+        with jax.enable_x64(True):
+            return wide(*floats)
+
+    @once_differentiable("reference", "switch on jax_enable_x64")
+    def backward(floats, cotangents):
+        with jax.enable_x64(True):
+            return jax.vjp(wide, *floats)[1](cotangents)
+
+    op.defvjp(lambda *floats: (op(*floats), floats), backward)
+    return op(q, k, v, g, beta, initial_state)

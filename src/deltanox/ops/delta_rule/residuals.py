@@ -1,0 +1,34 @@
+"""What the forward pass keeps for the backward pass: one record for the XLA path and the TPU kernels."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Bool, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """Which intermediate arrays of the delta rule are kept, and which are computed again in the backward pass.
+
+    Inputs are always kept (they are the caller's own arrays). For N = ceil(T / chunk_size) chunks of C tokens:
+
+    - `states_every`: the state is kept before every n-th chunk, `[*B, ceil(N / n), H, K, V]` in the state's dtype, 4 B H K V T / (n C) bytes
+      in float32; the states between are computed again. 1 keeps them all.
+    - `t_inv`: "save" keeps T = (I + A)^-1 of every chunk, `[*B, N, H, C, C]`, 4 B H C T bytes in float32; "recompute" inverts again.
+    - `out`: "save" keeps the output `[*B, T, H, V]` under its own name, so that a rematerialisation policy can spare the
+      second forward pass; "recompute" leaves it to the caller.
+    """
+
+    states_every: int = 8
+    t_inv: Literal["save", "recompute"] = "recompute"
+    out: Literal["save", "recompute"] = "save"
+
+    def __post_init__(self):
+        if not isinstance(self.states_every, int) or isinstance(self.states_every, bool) or self.states_every < 1:
+            raise ValueError(
+                f"Residuals: `states_every` must be an integer of at least 1 (a state is kept before every n-th chunk), "
+                f"but it is {self.states_every!r}"
+            )
+        for name in ("t_inv", "out"):
+            if getattr(self, name) not in ("save", "recompute"):
+                raise ValueError(f"Residuals: `{name}` must be 'save' or 'recompute', but it is {getattr(self, name)!r}")

@@ -1,0 +1,23 @@
+"""Strict JAX for every test, and a source of random keys that can be replayed."""
+
+import os
+import random
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def getkey(request):
+    """A function that returns a fresh PRNG key at each call. Replay a failure with DELTANOX_TEST_SEED=<the printed seed>."""
+    seed = int(os.environ.get("DELTANOX_TEST_SEED", random.randint(0, 2**31 - 1)))
+    print(f"{request.node.name}: DELTANOX_TEST_SEED={seed}")
+    rng = random.Random(seed)
+
+    def getkey():
+        return jax.random.key(rng.randint(0, 2**31 - 1))
+
+    return getkey
