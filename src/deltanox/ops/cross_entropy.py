@@ -1,0 +1,157 @@
+"""Cross entropy of a language model's head, over blocks of the vocabulary.
+
+With hidden rows x_t [D], a head W [N D] and labels y_t,
+
+    loss_t = log Σ_n exp(W_n · x_t) - W_{y_t} · x_t        (nats)
+
+At a vocabulary of 248,320 the logits [T N] are by far the largest array of a training step. Here they exist for one block
+of the vocabulary at a time, forward and backward: the forward pass keeps the running maximum and sum of exponentials of
+every row, the backward pass makes the block's logits again and from them the softmax.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def cross_entropy(
+    hidden: Float[Array, "*B T D"],
+    head: Float[Array, "N D"],
+    labels: Int[Array, "*B T"],
+    *,
+    mask: Bool[Array, "*B T"] | None = None,
+    block_size: int = 8192,
+) -> Float[Array, "*B T"]:
+    """Negative log-likelihood of `labels`, in nats, without the logits of the whole vocabulary in memory.
+
+    **Arguments**:
+
+    - `hidden`: what the model gives for each token, [*B T D].
+    - `head`: one row per entry of the vocabulary, [N D], in the dtype of `hidden`. A tied embedding is passed as it is.
+    - `labels`: the entry that follows, in [0, N).
+    - `mask`: False where there is nothing to predict. The loss is 0 there, as are its gradients; labels and NaN in masked
+      places stay out.
+    - `block_size`: entries of the vocabulary whose logits are in memory together. A vocabulary that is not larger is one
+      block, differentiated by JAX any number of times and in forward mode; a larger one has a custom VJP: one
+      reverse-mode derivative.
+
+    **Returns**: the losses [*B T] in float32 (float64 for float64 inputs). Products are accumulated, and the logarithm of
+    the sum of exponentials is taken, in that dtype. A label outside [0, N) in an unmasked place gives NaN.
+
+    **Raises**: `ValueError` for shapes or dtypes that do not fit together.
+    """
+    if head.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != head.shape[-1]:
+        raise ValueError(
+            f"cross_entropy: hidden [*B T D] and head [N D] must share their last axis, got hidden {hidden.shape} and head "
+            f"{head.shape}; the head holds one row per entry of the vocabulary (transpose it if it is [D N])"
+        )
+    if hidden.dtype != head.dtype:
+        raise ValueError(
+            f"cross_entropy: hidden and head must have one dtype, got {hidden.dtype} and {head.dtype}; cast the head to "
+            "the dtype that the model computes in"
+        )
+    if labels.shape != hidden.shape[:-1] or (mask is not None and mask.shape != labels.shape):
+        raise ValueError(
+            f"cross_entropy: labels and mask must be [*B T] = {hidden.shape[:-1]}, got labels {labels.shape} and mask "
+            f"{None if mask is None else mask.shape}"
+        )
+    if block_size < 1:
+        raise ValueError(f"cross_entropy: block_size must be at least 1, got {block_size}")
+    x = hidden.reshape(-1, hidden.shape[-1])
+    y = labels.reshape(-1)
+    if mask is not None:
+        real = mask.reshape(-1)
+        x = jnp.where(real[:, None], x, jnp.zeros((), x.dtype))
+        y = jnp.where(real, y, jnp.zeros((), y.dtype))
+    size = head.shape[0]
+    losses = _one_block(x, head, y) if size <= block_size else _blocks(x, head, y, block_size)
+    # A gather would wrap or clip such a label; a sum over blocks would leave it out. Neither may pass for a loss.
+    losses = jnp.where((y >= 0) & (y < size), losses, jnp.full((), jnp.nan, losses.dtype))
+    if mask is not None:
+        losses = jnp.where(real, losses, jnp.zeros((), losses.dtype))
+    return losses.reshape(labels.shape)
+
+
+def _wide(dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _logits(x: Float[Array, "R D"], head: Float[Array, "n D"]) -> Float[Array, "R n"]:
+    return jax.lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=_wide(x.dtype))
+
+
+def _one_block(x: Float[Array, "R D"], head: Float[Array, "N D"], y: Int[Array, " R"]) -> Float[Array, " R"]:
+    logits = _logits(x, head)
+    label = jnp.take_along_axis(logits, y[:, None], axis=1, mode="clip")[:, 0]
+    return jax.nn.logsumexp(logits, axis=1) - label
+
+
+def _over_blocks(step, carry, head: Float[Array, "N D"], block_size: int):
+    """`step(carry, rows of the head, their first index) -> (carry, out)` over equal blocks, and over what is left at the end.
+
+    The blocks are slices of the head where it lies: padding it to a multiple of the block would copy it.
+    """
+    size, width = head.shape
+    full = size // block_size
+
+    def body(carry, index):
+        rows = jax.lax.dynamic_slice(head, (index * block_size, 0), (block_size, width))
+        return step(carry, rows, index * block_size)
+
+    carry, outs = jax.lax.scan(body, carry, jnp.arange(full, dtype=jnp.int32))
+    last = None
+    if size % block_size:
+        carry, last = step(carry, head[full * block_size :], jnp.asarray(full * block_size, jnp.int32))
+    return carry, outs, last
+
+
+def _hits(y: Int[Array, " R"], first: Int[Array, ""], size: int) -> Bool[Array, "R n"]:
+    return (y - first.astype(y.dtype))[:, None] == jnp.arange(size, dtype=y.dtype)[None, :]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blocks(x: Float[Array, "R D"], head: Float[Array, "N D"], y: Int[Array, " R"], block_size: int) -> Float[Array, " R"]:
+    return _blocks_forward(x, head, y, block_size)[0]
+
+
+def _blocks_forward(x, head, y, block_size):
+    wide = _wide(x.dtype)
+    rows = x.shape[0]
+    start = (jnp.full((rows,), -jnp.inf, wide), jnp.zeros((rows,), wide), jnp.zeros((rows,), wide))
+
+    def step(carry, block, first):
+        highest, total, label = carry
+        logits = _logits(x, block)
+        higher = jnp.maximum(highest, logits.max(axis=1))
+        total = total * jnp.exp(highest - higher) + jnp.exp(logits - higher[:, None]).sum(axis=1)
+        hits = _hits(y, first, block.shape[0])
+        label = label + jnp.where(hits, logits, jnp.zeros((), wide)).sum(axis=1)
+        return (higher, total, label), None
+
+    (highest, total, label), _, _ = _over_blocks(step, start, head, block_size)
+    normaliser = highest + jnp.log(total)
+    return normaliser - label, (x, head, y, normaliser)
+
+
+def _blocks_backward(block_size, residuals, cotangent):
+    x, head, y, normaliser = residuals
+    wide = _wide(x.dtype)
+
+    def step(dx, block, first):
+        softmax = jnp.exp(_logits(x, block) - normaliser[:, None])
+        hits = _hits(y, first, block.shape[0])
+        dlogits = ((softmax - hits.astype(wide)) * cotangent[:, None]).astype(x.dtype)
+        dx = dx + jax.lax.dot_general(dlogits, block, (((1,), (0,)), ((), ())), preferred_element_type=wide)
+        dblock = jax.lax.dot_general(dlogits, x, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        return dx, dblock.astype(head.dtype)
+
+    dx, dblocks, dlast = _over_blocks(step, jnp.zeros(x.shape, wide), head, block_size)
+    dhead = dblocks.reshape(-1, head.shape[1])
+    if dlast is not None:
+        dhead = jnp.concatenate([dhead, dlast])
+    return dx.astype(x.dtype), dhead, None
+
+
+_blocks.defvjp(_blocks_forward, _blocks_backward)
