@@ -1,0 +1,9 @@
+"""Equinox layers, unbatched `T D`: map them over a batch with `jax.vmap`."""
+
+from ._linear import apply_linear as apply_linear
+from ._linear import linear as linear
+from ._mlp import SwiGLU as SwiGLU
+from ._norms import GatedRMSNorm as GatedRMSNorm
+from ._norms import RMSNorm as RMSNorm
+from ._rotary import RotaryEmbedding as RotaryEmbedding
+from ._rotary import apply_rotary as apply_rotary

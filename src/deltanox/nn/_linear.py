@@ -1,0 +1,48 @@
+"""Linear layers without bias, drawn as Qwen draws them and applied to whole sequences."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ..ops._validate import describe, require
+
+INIT_SCALE = 0.02
+"""Standard deviation of every linear, convolution and embedding weight (`initializer_range` of the released configs)."""
+
+
+def normal(shape: tuple[int, ...], *, dtype: DTypeLike = jnp.float32, key: PRNGKeyArray) -> Array:
+    """N(0, 0.02) values, drawn in float32 and rounded to `dtype` afterwards."""
+    return (INIT_SCALE * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def linear(in_size: int, out_size: int, *, dtype: DTypeLike = jnp.float32, key: PRNGKeyArray) -> eqx.nn.Linear:
+    """An `eqx.nn.Linear` without bias, `weight` [out_size in_size] ~ N(0, 0.02)."""
+    require(
+        in_size >= 1 and out_size >= 1,
+        f"linear: the sizes must be at least 1, but they are in_size={in_size}, out_size={out_size}",
+    )
+    # Equinox draws a uniform weight of its own: made abstractly, so that nothing is drawn twice
+    skeleton = eqx.filter_eval_shape(eqx.nn.Linear, in_size, out_size, use_bias=False, dtype=dtype, key=key)
+    return eqx.tree_at(lambda layer: layer.weight, skeleton, normal((out_size, in_size), dtype=dtype, key=key))
+
+
+def apply_linear(layer: eqx.nn.Linear, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+    """y = x Wᵀ over the last axis, in x's dtype.
+
+    One product for the whole sequence, with the tokens in rows: no transpose of the weight or of the tokens is made.
+
+    **Arguments:** `layer`: a linear layer without bias; `x`: its inputs along the last axis.
+
+    **Returns:** the outputs along the last axis, in x's dtype (the weight is rounded to it).
+
+    **Raises:** `ValueError` if the last axis isn't the layer's input size.
+    """
+    weight = layer.weight
+    require(
+        x.shape[-1] == weight.shape[1],
+        f"linear: the last axis of `x` must be the layer's input size {weight.shape[1]}, but x is {describe(x)}: "
+        f"build the layer with in_size={x.shape[-1]} or give it features of its own size",
+    )
+    return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
