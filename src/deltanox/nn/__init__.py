@@ -1,5 +1,7 @@
 """Equinox layers, unbatched `T D`: map them over a batch with `jax.vmap`."""
 
+from ._attention import GatedAttention as GatedAttention
+from ._attention import KVCache as KVCache
 from ._linear import apply_linear as apply_linear
 from ._linear import linear as linear
 from ._mlp import SwiGLU as SwiGLU
