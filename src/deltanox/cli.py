@@ -1,0 +1,118 @@
+"""The command `deltanox`: train | generate | bench.
+
+Nothing heavy is imported before a subcommand runs.
+"""
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (None: the process's own). Returns the exit status; errors of use are one sentence on stderr."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ValueError as error:
+        print(f"deltanox: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="deltanox", description="Train and run hybrid linear-attention language models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model from a TOML config",
+        description="Train a model. The run's folder gets log.jsonl, loss.png and checkpoints.",
+    )
+    train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; may be left out with --resume")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config, written as in TOML"
+    )
+    train.add_argument(
+        "--text", nargs="+", default=[], metavar="PATH", help="files or folders of UTF-8 text (default: the standard library's sources)"
+    )
+    train.add_argument("--resume", metavar="DIR", help="go on with the run in this folder, from its newest checkpoint")
+    train.set_defaults(run=_train)
+
+    generate = commands.add_parser(
+        "generate", help="text from a trained model", description="Print text from a trained model as it is generated."
+    )
+    generate.add_argument("directory", metavar="DIR", help="folder of a run, or of one checkpoint")
+    generate.add_argument("--prompt", default="", help="how the text begins (default: an empty document)")
+    generate.add_argument("--max-tokens", type=int, default=500, help="tokens (bytes) to generate at most (default: 500)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 for the most likely token (default: 0.8)")
+    generate.add_argument("--top-k", type=int, help="draw from the k most likely tokens only")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability together")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    generate.set_defaults(run=_generate)
+
+    bench = commands.add_parser("bench", help="measure speed", description="Measure speed; everything after NAME goes to the benchmark.")
+    bench.add_argument("name", choices=_benchmarks(), metavar="NAME", help=", ".join(_benchmarks()))
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `deltanox bench NAME --help`")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from deltanox.train import TrainingDiverged, find_checkpoint, read_config, train
+    from deltanox.train._config import apply_overrides, config_from_dict
+    from deltanox.train._sample import sample_text
+
+    if arguments.config is not None:
+        config = read_config(arguments.config, arguments.set)
+        name = Path(arguments.config).stem
+    elif arguments.resume is not None:
+        config = config_from_dict(apply_overrides(find_checkpoint(arguments.resume).record["config"], arguments.set))
+        name = ""
+    else:
+        raise ValueError("train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume")
+    try:
+        train(config, text=arguments.text, resume=arguments.resume, name=name, sample=sample_text)
+    except TrainingDiverged as error:
+        print(f"deltanox: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from deltanox.train._sample import load_model, stream_text
+
+    model = load_model(arguments.directory)
+    pieces = stream_text(
+        model,
+        arguments.prompt,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _benchmarks() -> list[str]:
+    from deltanox import tools
+
+    names = [module.name for module in pkgutil.iter_modules(tools.__path__)]
+    return sorted(name.removeprefix("bench_") for name in names if name.startswith("bench_"))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    return importlib.import_module(f"deltanox.tools.bench_{arguments.name}").main(arguments.arguments) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""The configuration of a training run: a TOML file read into frozen dataclasses, each value checked.
+
+    implementation = "auto"       # engine of the delta rule and the convolution
+    [model]                       # the fields of the model's own config
+    [precision]                   # Precision: parameter, compute, state, decay
+    [data]                        # DataConfig
+    [optimiser]                   # OptimiserConfig
+    [train]                       # TrainConfig
+
+What is left out has its default. What is unknown is an error that names the nearest known key.
+"""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltanox._types import Implementation
+from deltanox.precision import Precision
+from deltanox.train._data import VOCABULARY_SIZE
+
+
+def _check(section: str, values: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise ValueError(f"config: {section}.{name} must be {rule}, but it is {getattr(values, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """How text becomes batches.
+
+    - `row_length`: tokens in a row, T.
+    - `batch_size`: rows that are in memory together, B. A step of the optimiser sees B · train.accumulation rows.
+    - `validation_fraction`: part of the files that is held out, by a hash of their names.
+    - `validation_bytes`: bytes of them that are evaluated at most; 0 for all.
+    - `seed`: of the order of the data.
+    """
+
+    row_length: int = 512
+    batch_size: int = 4
+    validation_fraction: float = 0.02
+    validation_bytes: int = 200_000
+    seed: int = 0
+
+    def __post_init__(self):
+        _check(
+            "data",
+            self,
+            {
+                "row_length": (self.row_length >= 2, "at least 2 tokens"),
+                "batch_size": (self.batch_size >= 1, "at least 1 row"),
+                "validation_fraction": (0 < self.validation_fraction < 1, "between 0 and 1, both excluded"),
+                "validation_bytes": (self.validation_bytes >= 0, "0 (all) or a number of bytes"),
+                "seed": (self.seed >= 0, "0 or more"),
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW with a linear warm-up, a cosine and clipping by the global norm.
+
+    - `learning_rate`: its peak, reached after `warmup_steps` steps.
+    - `final_learning_rate`: the rate at the end of the cosine, as a fraction of the peak.
+    - `weight_decay`: per unit of learning rate, for matrices only (see `decay_mask`).
+    - `beta1`, `beta2`, `epsilon`: Adam's.
+    - `clip_norm`: largest global norm of the gradient; 0 for none.
+    """
+
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.1
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        _check(
+            "optimiser",
+            self,
+            {
+                "learning_rate": (0 < self.learning_rate < math.inf, "above 0"),
+                "final_learning_rate": (0 <= self.final_learning_rate <= 1, "between 0 and 1"),
+                "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
+                "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
+                "beta1": (0 <= self.beta1 < 1, "in [0, 1)"),
+                "beta2": (0 <= self.beta2 < 1, "in [0, 1)"),
+                "epsilon": (0 < self.epsilon < math.inf, "above 0"),
+                "clip_norm": (0 <= self.clip_norm < math.inf, "0 (no clipping) or above 0"),
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The loop.
+
+    - `steps`: updates of the parameters.
+    - `accumulation`: batches whose gradients are summed for one update.
+    - `balance_weight`: weight of the load-balance loss of sparse layers.
+    - `seed`: of the initial parameters and of sampled text.
+    - `directory`: where the log, the picture and the checkpoints go; "" for a new folder `runs/<name of the config>`.
+    - `checkpoint_every`: steps between checkpoints (one more is written at the end); 0 for the end only.
+    - `keep_checkpoints`: how many are kept.
+    - `validate_every`, `validation_batches`: steps between short validations, and their number of batches; 0 for none. The
+      validation at the end always takes the whole validation text.
+    - `sample_tokens`, `sample_prompt`, `sample_temperature`: the text generated at the end; 0 tokens for none.
+    """
+
+    steps: int = 1000
+    accumulation: int = 1
+    balance_weight: float = 0.001
+    seed: int = 0
+    directory: str = ""
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 2
+    validate_every: int = 0
+    validation_batches: int = 4
+    sample_tokens: int = 300
+    sample_prompt: str = "def "
+    sample_temperature: float = 0.7
+
+    def __post_init__(self):
+        _check(
+            "train",
+            self,
+            {
+                "steps": (self.steps >= 1, "at least 1"),
+                "accumulation": (self.accumulation >= 1, "at least 1"),
+                "balance_weight": (0 <= self.balance_weight < math.inf, "0 or more"),
+                "seed": (0 <= self.seed < 2**31, "between 0 and 2^31 - 1"),
+                "checkpoint_every": (self.checkpoint_every >= 0, "0 (at the end only) or a number of steps"),
+                "keep_checkpoints": (self.keep_checkpoints >= 1, "at least 1"),
+                "validate_every": (self.validate_every >= 0, "0 (at the end only) or a number of steps"),
+                "validation_batches": (self.validation_batches >= 1, "at least 1"),
+                "sample_tokens": (self.sample_tokens >= 0, "0 (no sample) or a number of tokens"),
+                "sample_temperature": (0 <= self.sample_temperature < math.inf, "0 (most likely token) or above"),
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run. `model` is the model's own config, a frozen dataclass with a field `vocab_size`."""
+
+    model: Any
+    precision: Precision = Precision()
+    implementation: Implementation = "auto"
+    data: DataConfig = DataConfig()
+    optimiser: OptimiserConfig = OptimiserConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self):
+        if self.model.vocab_size < VOCABULARY_SIZE:
+            raise ValueError(
+                f"config: model.vocab_size must be at least {VOCABULARY_SIZE} (the bytes and the boundary of documents), but "
+                f"it is {self.model.vocab_size}"
+            )
+        if self.optimiser.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"config: optimiser.warmup_steps must be below train.steps, but they are {self.optimiser.warmup_steps} and "
+                f"{self.train.steps}"
+            )
+
+
+_SECTIONS = {"precision": Precision, "data": DataConfig, "optimiser": OptimiserConfig, "train": TrainConfig}
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = (), *, model_type: type | None = None) -> Config:
+    """The TOML file at `path`, with `overrides` such as "model.num_layers=4" or "data.seed=1" on top of it.
+
+    The value of an override is written as in TOML; what is not TOML is taken as a string. `model_type` is the dataclass of
+    the section [model], `Qwen3_5Config` where it is None.
+
+    **Raises**: `ValueError` for a file that is missing or no TOML, unknown sections and keys, and wrong values.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config: there is no file `{path}`; give the path of a TOML file, such as configs/qwen3_5_nano.toml")
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: `{path}` is not a TOML file: {error}") from None
+    return config_from_dict(apply_overrides(table, overrides), model_type=model_type)
+
+
+def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of nested tables with `overrides` on top of them, as in `read_config`."""
+    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
+    for override in overrides:
+        _override(result, override)
+    return result
+
+
+def config_from_dict(table: Mapping[str, Any], *, model_type: type | None = None) -> Config:
+    """A `Config` from nested tables, as `read_config` finds them in a file and `config_to_dict` makes them."""
+    if model_type is None:
+        from deltanox.models import Qwen3_5Config
+
+        model_type = Qwen3_5Config
+    sections = {"model": model_type, **_SECTIONS}
+    known = {f"{section}.{field.name}" for section, t in sections.items() for field in dataclasses.fields(t)}
+    values = {}
+    for name, value in table.items():
+        if name == "implementation":
+            values[name] = _convert(name, value, Implementation)
+        elif name in sections:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"config: `{name}` is a section, write it as [{name}], but it is {value!r}")
+            values[name] = _record(sections[name], name, value, known)
+        else:
+            raise ValueError(_unknown(name, name, [*sections, "implementation"], known))
+    if "model" not in values:
+        raise ValueError("config: there is no section [model]; add one with the sizes of the model")
+    return Config(**values)
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Nested tables of plain values, which JSON can hold and `config_from_dict` reads."""
+
+    def plain(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return value.name  # a dtype
+
+    return plain(config)
+
+
+# What may change between a run and its resumption: it has no influence on the parameters.
+_FREE = frozenset(
+    f"train.{name}"
+    for name in (
+        "directory checkpoint_every keep_checkpoints validate_every validation_batches sample_tokens sample_prompt "
+        "sample_temperature"
+    ).split()
+) | {"data.validation_bytes"}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The settings that differ between two dictionaries of `config_to_dict` and matter to the parameters, as sentences."""
+    a, b = dict(_flatten(old)), dict(_flatten(new))
+    missing = object()
+    return [
+        f"{name} was {a.get(name, 'missing')!r} and is {b.get(name, 'missing')!r}"
+        for name in sorted(a.keys() | b.keys())
+        if name not in _FREE and a.get(name, missing) != b.get(name, missing)
+    ]
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys) or len(keys) > 2:
+        raise ValueError(f"--set: write section.key=value, such as train.steps=100, but it is `{override}`")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    if len(keys) == 2:
+        table = table.setdefault(keys[0], {})
+        if not isinstance(table, dict):
+            raise ValueError(f"--set: `{keys[0]}` has no keys of its own; write {keys[0]}=value, not `{override}`")
+    table[keys[-1]] = value
+
+
+def _unknown(name: str, shown: str, candidates: Sequence[str], known: set[str]) -> str:
+    near = difflib.get_close_matches(name, candidates, 1)
+    if not near:
+        # The right key in the wrong section.
+        near = [key for key in sorted(known) if key.partition(".")[2] == name]
+        near = near or difflib.get_close_matches(name, [key.partition(".")[2] for key in sorted(known)], 1)
+    hint = f"did you mean `{near[0]}`?" if near else "known are " + ", ".join(sorted(candidates))
+    return f"config: there is no `{shown}`; {hint}"
+
+
+def _record(kind: type, section: str, table: Mapping[str, Any], known: set[str]) -> Any:
+    fields = [field.name for field in dataclasses.fields(kind) if field.init]
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for name, value in table.items():
+        if name not in fields:
+            raise ValueError(_unknown(name, f"{section}.{name}", fields, known))
+        values[name] = _convert(f"{section}.{name}", value, hints[name])
+    required = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    absent = [name for name in required if name not in values]
+    if absent:
+        raise ValueError(f"config: section [{section}] needs {', '.join(absent)}")
+    return kind(**values)
+
+
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """`value` as `hint` wants it: numbers may be written as integers, tuples are written as lists. Nothing else is converted."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        errors = []
+        for option in options:
+            if option is not type(None):
+                try:
+                    return _convert(name, value, option)
+                except ValueError as error:
+                    errors.append(error)
+        raise errors[0]
+    if origin is typing.Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], 1)
+        hint_text = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"config: {name} must be one of {', '.join(map(repr, choices))}, but it is {value!r}{hint_text}")
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"config: {name} must be a list, but it is {value!r}")
+        inner = typing.get_args(hint)
+        if inner[-1:] == (Ellipsis,):
+            inner = inner[:1] * len(value)
+        if len(inner) != len(value):
+            raise ValueError(f"config: {name} must be a list of {len(inner)} values, but it is {value!r}")
+        return tuple(_convert(name, item, kind) for item, kind in zip(value, inner))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint in _KINDS and type(value) is not hint:
+        raise ValueError(f"config: {name} must be {_KINDS[hint]}, but it is {value!r}")
+    return value

@@ -1,0 +1,76 @@
+"""Trained models as text: loading one from a run, and bytes as they are generated."""
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
+
+from deltanox.generate import Sampler, stream
+from deltanox.models import HybridLM
+from deltanox.train._checkpoint import find_checkpoint, load_arrays
+from deltanox.train._config import Config, config_from_dict
+from deltanox.train._data import BOUNDARY, encode
+from deltanox.train._loop import default_model
+
+
+def load_model(directory: str | Path) -> HybridLM:
+    """The model of a run's newest checkpoint (or of the checkpoint `directory` itself), in its compute dtype.
+
+    **Raises**: `ValueError` where there is none, or it is damaged.
+    """
+    checkpoint = find_checkpoint(directory)
+    config = config_from_dict(checkpoint.record["config"])
+    skeleton = eqx.filter_eval_shape(lambda key: config.precision.cast_parameters(default_model(config, key)), jax.random.key(0))
+    parameters, static = eqx.partition(skeleton, _is_floating)
+    return config.precision.cast_compute(eqx.combine(load_arrays(checkpoint, parameters, prefix=".parameters"), static))
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+
+
+def stream_text(
+    model: HybridLM,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | PRNGKeyArray = 0,
+) -> Iterator[str]:
+    """Text that continues `prompt` as the beginning of a document, piece by piece, up to `max_tokens` bytes or the document's end.
+
+    Bytes that are no UTF-8 come out as the replacement character U+FFFD.
+
+    **Raises**: `ValueError` for wrong values, before anything is generated.
+    """
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    key = jax.random.key(seed) if isinstance(seed, int) else seed
+    tokens = stream(model, encode(prompt), max_new_tokens=max_tokens, sampler=sampler, stop_tokens=(BOUNDARY,), key=key)
+    return _decode(tokens)
+
+
+def _decode(tokens: Iterator[Any]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in map(int, tokens):
+        if token == BOUNDARY:
+            break
+        # A larger vocabulary than the bytes' has entries that stand for nothing: 0xFF never is UTF-8.
+        if piece := decoder.decode(bytes([min(token, 255)])):
+            yield piece
+    if piece := decoder.decode(b"", final=True):
+        yield piece
+
+
+def sample_text(model: HybridLM, config: Config, key: PRNGKeyArray) -> str:
+    """The prompt and the text of a config's sample, as the loop prints it at the end."""
+    settings = config.train
+    pieces = stream_text(
+        model, settings.sample_prompt, max_tokens=settings.sample_tokens, temperature=settings.sample_temperature, seed=key
+    )
+    return f"sample after {settings.sample_prompt!r}:\n{settings.sample_prompt}{''.join(pieces)}"

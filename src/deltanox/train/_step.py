@@ -1,0 +1,127 @@
+"""One update of the parameters, as a pure function of the training state and of a batch."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from deltanox.precision import Precision
+from deltanox.train._data import BOUNDARY, Batch
+from deltanox.train._loss import LossSums, next_token_loss
+
+
+class TrainState(NamedTuple):
+    """All that a run carries on the device.
+
+    - `parameters`: the model's floating arrays as they are stored and updated (None in place of everything else).
+    - `optimiser_state`: Optax's.
+    - `step`: updates done.
+    - `key`: from which the text at the end is sampled.
+    """
+
+    parameters: Any
+    optimiser_state: Any
+    step: Int[Array, ""]
+    key: PRNGKeyArray
+
+
+class Metrics(NamedTuple):
+    """What a step reports, in float32.
+
+    - `loss`: mean nats per label. `bits_per_byte`: all nats of the batch / ln 2 / its bytes.
+    - `balance`: mean load-balance loss of sparse layers, 0 without them.
+    - `gradient_norm`: before clipping. `learning_rate`: of this update.
+    """
+
+    loss: Float[Array, ""]
+    bits_per_byte: Float[Array, ""]
+    balance: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
+def init_state(
+    model: Any, optimiser: Callable[[Any], optax.GradientTransformation], *, key: PRNGKeyArray
+) -> tuple[TrainState, Any, optax.GradientTransformation]:
+    """The state of step 0, the static rest of the model, and the optimiser that `optimiser(parameters)` makes."""
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+    transformation = optimiser(parameters)
+    state = TrainState(parameters, transformation.init(parameters), jnp.zeros((), jnp.int32), key)
+    return state, static, transformation
+
+
+def make_step(
+    static: Any,
+    optimiser: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    precision: Precision,
+    *,
+    balance_weight: float = 0.0,
+    balance_loss: Callable[[Any], Float[Array, ""]] | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
+
+    The arrays of `batch` are [A B T]: the gradients of A batches of B rows are summed, and the update is that of one batch
+    of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
+
+    **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
+    `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them.
+    """
+
+    def loss_function(parameters, batch, count, parts):
+        model = precision.cast_compute(eqx.combine(parameters, static))
+        sums = next_token_loss(model, batch)
+        loss = sums.nats / count
+        balance = jnp.zeros((), jnp.float32)
+        if sums.router is not None and balance_loss is not None:
+            balance = balance_loss(sums.router).astype(jnp.float32) / jnp.float32(parts)
+            loss = loss + jnp.float32(balance_weight) * balance
+        return loss, (sums.nats, balance)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        parts = batch.tokens.shape[0]
+        real = jnp.ones(batch.labels.shape, bool) if batch.mask is None else batch.mask
+        count = real.sum(dtype=jnp.int32).astype(jnp.float32)
+        num_bytes = (real & (batch.labels != BOUNDARY)).sum(dtype=jnp.int32).astype(jnp.float32)
+        gradient = jax.grad(loss_function, has_aux=True)
+        if parts == 1:
+            one = jax.tree.map(lambda x: x[0], batch)
+            gradients, (nats, balance) = gradient(state.parameters, one, count, parts)
+        else:
+
+            def accumulate(carry, one):
+                return jax.tree.map(jnp.add, carry, gradient(state.parameters, one, count, parts)), None
+
+            first = jax.tree.map(lambda x: x[0], batch)
+            shapes = jax.eval_shape(lambda p, b: gradient(p, b, count, parts), state.parameters, first)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            (gradients, (nats, balance)), _ = jax.lax.scan(accumulate, zeros, batch)
+        # Optax mixes Python floats with integer counts: it needs JAX's usual promotion, whatever the caller has set.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, optimiser_state = optimiser.update(gradients, state.optimiser_state, state.parameters)
+            parameters = optax.apply_updates(state.parameters, updates)
+            learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+        metrics = Metrics(
+            loss=nats / count,
+            bits_per_byte=nats / (math.log(2) * num_bytes),
+            balance=balance,
+            gradient_norm=jnp.sqrt(sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(gradients))),
+            learning_rate=learning_rate,
+        )
+        return TrainState(parameters, optimiser_state, state.step + 1, state.key), metrics
+
+    return step
+
+
+def make_evaluation(static: Any, precision: Precision) -> Callable[[Any, Batch], LossSums]:
+    """A function `(parameters, batch [B T]) -> LossSums`, to be jitted."""
+
+    def evaluate(parameters: Any, batch: Batch) -> LossSums:
+        return next_token_loss(precision.cast_compute(eqx.combine(parameters, static)), batch)
+
+    return evaluate
