@@ -2,6 +2,10 @@
 
 from ._attention import GatedAttention as GatedAttention
 from ._attention import KVCache as KVCache
+from ._conv import CausalConv1d as CausalConv1d
+from ._conv import ConvState as ConvState
+from ._delta_net import DeltaNetState as DeltaNetState
+from ._delta_net import GatedDeltaNet as GatedDeltaNet
 from ._linear import apply_linear as apply_linear
 from ._linear import linear as linear
 from ._mlp import SwiGLU as SwiGLU

@@ -1,0 +1,208 @@
+"""The gated DeltaNet mixer, and the state that it carries."""
+
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from .._types import Implementation, Precision
+from ..ops import Residuals
+from ..ops._validate import require
+from ..ops.delta_net import gated_delta_net, gated_delta_net_step
+from ..ops.delta_rule.inputs import check_options
+from ._conv import CausalConv1d, check_tokens
+from ._linear import apply_linear, linear
+from ._norms import GatedRMSNorm
+
+
+class DeltaNetState(eqx.Module):
+    """All that the mixer remembers of the tokens before: constant in their number.
+
+    - `conv`: the last W − 1 rows of the merged projection [Q | K | V], oldest first, in the activations' dtype.
+    - `recurrent`: a K × V matrix for each value head, float32 (float64 for float64 activations).
+    """
+
+    conv: Float[Array, "past C"]
+    recurrent: Float[Array, "H K V"]
+
+
+class GatedDeltaNet(eqx.Module):
+    r"""Token mixer of Qwen3-Next and Qwen3.5: linear attention with the gated delta rule. For a sequence x [T D]:
+
+        q, k, v = split(silu(conv(x W_qkv)))                 h key heads of size K, H value heads of size V
+        g = −exp(A_log) softplus(x W_a + dt_bias)            log-decay of each value head,   β = sigmoid(x W_b)
+        o = gated_delta_rule(q / ‖q‖, k / ‖k‖, v, g, β)      `deltanox.ops.gated_delta_rule`
+        y = (RMSNorm(o) ∘ weight ∘ silu(x W_z)) W_out        the norm over each head
+
+    The fields bear Hugging Face's names, in Qwen3.5's layout (`in_proj_qkv` is [all Q | all K | all V]). `A_log`, `dt_bias` and the norm's
+    weight stay float32 under every cast. Initialisation is Qwen's: N(0, 0.02) for the projections and the convolution, A from
+    U(0.01, 16) drawn in float32, `dt_bias` and the norm's weight ones.
+
+    Source: Yang, Kautz, Hatamizadeh, arXiv:2412.06464; Qwen3-Next and Qwen3.5.
+    """
+
+    keep_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    in_proj_qkv: eqx.nn.Linear
+    in_proj_z: eqx.nn.Linear
+    in_proj_b: eqx.nn.Linear
+    in_proj_a: eqx.nn.Linear
+    conv: CausalConv1d
+    A_log: Float[Array, " H"]
+    dt_bias: Float[Array, " H"]
+    norm: GatedRMSNorm
+    out_proj: eqx.nn.Linear
+    embed_size: int = eqx.field(static=True)
+    num_key_heads: int = eqx.field(static=True)
+    num_value_heads: int = eqx.field(static=True)
+    key_head_size: int = eqx.field(static=True)
+    value_head_size: int = eqx.field(static=True)
+    chunk_size: int = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+    precision: Precision | None = eqx.field(static=True)
+    state_dtype: Any = eqx.field(static=True)
+    residuals: Residuals = eqx.field(static=True)
+    strict_hf_rounding: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed_size: int,
+        *,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_head_size: int,
+        value_head_size: int,
+        conv_size: int = 4,
+        gate: Literal["silu", "sigmoid"] = "silu",
+        eps: float = 1e-6,
+        chunk_size: int = 64,
+        implementation: Implementation = "auto",
+        precision: Precision | None = None,
+        state_dtype: DTypeLike = jnp.float32,
+        residuals: Residuals = Residuals(),  # noqa: B008 (frozen)
+        strict_hf_rounding: bool = False,
+        dtype: DTypeLike = jnp.float32,
+        key: PRNGKeyArray,
+    ):
+        """**Arguments:**
+
+        - `embed_size`: D.
+        - `num_key_heads`, `num_value_heads`: h and H, a multiple of h; value head i reads key head i // (H / h).
+        - `key_head_size`, `value_head_size`: K and V.
+        - `conv_size`: W, the width of the convolution; 1 looks at the current token only.
+        - `gate`: activation of the output's gate.
+        - `eps`: ε of the output norm (the L2 norm of q and k has its own, 1e-6).
+        - `chunk_size`, `implementation`, `precision`, `state_dtype`, `residuals`: as in `deltanox.ops.gated_delta_rule`.
+        - `strict_hf_rounding`: round where Hugging Face's model rounds in bfloat16 (convolution before SiLU, β, norm before its weight); no
+          difference in float32.
+        - `dtype`: of the weights; `A_log`, `dt_bias` and the norm's weight are float32.
+
+        **Raises:** `ValueError` for sizes and options that don't fit.
+        """
+        op = "GatedDeltaNet"
+        sizes = {
+            "embed_size": embed_size, "num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "key_head_size": key_head_size,
+            "value_head_size": value_head_size, "conv_size": conv_size,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            require(size >= 1, f"{op}: `{name}` must be at least 1, but it is {size}")
+        require(
+            num_value_heads % num_key_heads == 0,
+            f"{op}: num_value_heads = {num_value_heads} must be a multiple of num_key_heads = {num_key_heads}: each key head serves equally "
+            f"many value heads",
+        )
+        check_options(
+            op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals
+        )
+        key_size, value_size = num_key_heads * key_head_size, num_value_heads * value_head_size
+        qkv_key, z_key, b_key, a_key, conv_key, decay_key, out_key = jax.random.split(key, 7)
+        self.in_proj_qkv = linear(embed_size, 2 * key_size + value_size, dtype=dtype, key=qkv_key)
+        self.in_proj_z = linear(embed_size, value_size, dtype=dtype, key=z_key)
+        self.in_proj_b = linear(embed_size, num_value_heads, dtype=dtype, key=b_key)
+        self.in_proj_a = linear(embed_size, num_value_heads, dtype=dtype, key=a_key)
+        self.conv = CausalConv1d(
+            2 * key_size + value_size, conv_size, implementation=implementation, dtype=dtype, key=conv_key
+        )
+        # drawn in float32: eight bits would draw an A of 0 now and then, whose logarithm kills the head
+        self.A_log = jnp.log(jax.random.uniform(decay_key, (num_value_heads,), jnp.float32, minval=0.01, maxval=16.0))
+        self.dt_bias = jnp.ones((num_value_heads,), jnp.float32)
+        self.norm = GatedRMSNorm(value_head_size, eps=eps, gate=gate)
+        self.out_proj = linear(value_size, embed_size, dtype=dtype, key=out_key)
+        self.embed_size = embed_size
+        self.num_key_heads = num_key_heads
+        self.num_value_heads = num_value_heads
+        self.key_head_size = key_head_size
+        self.value_head_size = value_head_size
+        self.chunk_size = chunk_size
+        self.implementation = implementation
+        self.precision = precision
+        self.state_dtype = jnp.dtype(state_dtype)
+        self.residuals = residuals
+        self.strict_hf_rounding = strict_hf_rounding
+
+    def init_state(self, *, dtype: Any = None) -> DeltaNetState:
+        """Zeros, as before a document's first token. `dtype`: the activations', by default the projections'."""
+        dtype = jnp.dtype(self.in_proj_qkv.weight.dtype if dtype is None else dtype)
+        shape = (self.num_value_heads, self.key_head_size, self.value_head_size)
+        return DeltaNetState(self.conv.init_state(dtype=dtype).inputs, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        state: DeltaNetState | None = None,
+        *,
+        segment_ids: Int[Array, " T"] | None = None,
+        mask: Bool[Array, " T"] | None = None,
+    ) -> tuple[Float[Array, "T D"], DeltaNetState]:
+        """Mix the tokens of a sequence, or of the next part of one: any split gives the values of one pass.
+
+        **Arguments:**
+
+        - `x`: embeddings, one row a token.
+        - `state`: what the last call returned; None is the start of a document. It belongs to the first segment.
+        - `segment_ids`: packed documents: tokens on the two sides of a change of the id never meet.
+        - `mask`: False at padding, left or right: the state goes past it unchanged, its output is zero, its values (NaN included) are
+          not looked at.
+
+        **Returns:** `(y, state)`: y in x's dtype, and the state after the last real token.
+
+        **Raises:** `ValueError` where the shapes don't fit.
+        """
+        check_tokens("GatedDeltaNet", x, self.embed_size, "embed_size", segment_ids=segment_ids, mask=mask)
+        if mask is not None:
+            x = jnp.where(mask[:, None], x, 0)
+        qkv, z, b, a = (apply_linear(p, x) for p in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
+        weights = (self.A_log, self.dt_bias, self.conv.weight, self.conv.bias)
+        options = dict(
+            num_key_heads=self.num_key_heads, key_head_size=self.key_head_size, activation=self.conv.activation,
+            strict_hf_rounding=self.strict_hf_rounding,
+        )  # fmt: skip
+        conv, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
+        if state is not None and x.shape[0] == 1 and mask is None:
+            out, conv, recurrent = gated_delta_net_step(
+                qkv[0], a[0], b[0], *weights, conv_state=conv, initial_state=recurrent, **options
+            )
+            out = out[None]
+        else:
+            out, conv, recurrent = gated_delta_net(
+                qkv, a, b, *weights, conv_state=conv, initial_state=recurrent, segment_ids=segment_ids, mask=mask, **options,
+                chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
+                state_dtype=self.state_dtype, residuals=self.residuals,
+            )  # fmt: skip
+        heads = (x.shape[0], self.num_value_heads, self.value_head_size)
+        norm = _rounded_norm if self.strict_hf_rounding else GatedRMSNorm.__call__
+        out = norm(self.norm, out.reshape(heads), z.reshape(heads))
+        return apply_linear(self.out_proj, out.reshape(x.shape[0], -1)), DeltaNetState(conv, recurrent)
+
+
+def _rounded_norm(norm: GatedRMSNorm, x, z):
+    """`norm` with Hugging Face's roundings: to the activations' dtype after the normalisation and after the weight."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y, gate = x.astype(wide), z.astype(wide)
+    y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.eps)).astype(x.dtype)
+    y = (y * norm.weight.astype(x.dtype)[(None,) * (x.ndim - 1)]).astype(wide)
+    act = jax.nn.sigmoid(gate)
+    return (y * (gate * act if norm.gate == "silu" else act)).astype(x.dtype)
