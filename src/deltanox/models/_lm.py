@@ -1,0 +1,171 @@
+"""The language model that the family shares: embedding, a stack of periods, final norm, head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from ..nn import RMSNorm, Stack
+from ..nn._linear import normal
+from ..ops._validate import describe, require
+from ._block import HybridPeriod, HybridState
+
+
+class HybridLM(eqx.Module):
+    """Tokens to logits: x = embedding[tokens];  x ← period_i(x) for each period;  logits = norm(x) headᵀ.
+
+    The model is unbatched: `jax.vmap(model)(tokens)` runs a batch, with states, segment ids, masks and positions mapped along.
+    It computes in its embedding's dtype (cast it with `Precision.cast_compute`), and returns logits in float32.
+
+    - `embedding`: [N D].
+    - `layers`: the stack of periods; `model.layers[i].blocks[j]` is block j of period i.
+    - `norm`: the final norm.
+    - `head`: [N D], or None where the embedding serves as head too (tied).
+
+    **Example**
+
+        model = qwen3_5(config, dtype=jnp.float32, key=key)
+        logits, state = model(tokens)                                    # one pass over tokens [T]
+        logits, state = model(tokens, model.init_state(1024))            # the same, with room for 1,024 tokens
+        logits, state = model(next_token[None], state)                   # and one more
+    """
+
+    embedding: Float[Array, "N D"]
+    layers: Stack
+    norm: RMSNorm
+    head: Float[Array, "N D"] | None
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_size: int,
+        make_period: Callable[[PRNGKeyArray], HybridPeriod],
+        num_periods: int,
+        *,
+        eps: float = 1e-6,
+        tied_head: bool,
+        remat: bool | Callable[..., Any] = False,
+        dtype: DTypeLike,
+        key: PRNGKeyArray,
+    ):
+        """**Arguments:**
+
+        - `vocab_size`, `embed_size`: N and D.
+        - `make_period`: a period of blocks from a key, all of one structure.
+        - `num_periods`: how many.
+        - `eps`: of the final norm.
+        - `tied_head`: use the embedding as head.
+        - `remat`: recompute each period in the backward pass (see `Stack`).
+        - `dtype`: of embedding, norm and head; `make_period` chooses its own.
+        - `key`: for N(0, 0.02) embedding and head, and for the periods.
+
+        **Raises:** `ValueError` for sizes below 1.
+        """
+        require(
+            vocab_size >= 1 and embed_size >= 1,
+            f"HybridLM: `vocab_size` and `embed_size` must be at least 1, but they are {vocab_size} and {embed_size}",
+        )
+        embedding_key, layers_key, head_key = jax.random.split(key, 3)
+        self.embedding = normal((vocab_size, embed_size), dtype=dtype, key=embedding_key)
+        self.layers = Stack(make_period, num_periods, remat=remat, key=layers_key)
+        self.norm = RMSNorm(embed_size, eps=eps, dtype=dtype)
+        self.head = None if tied_head else normal((vocab_size, embed_size), dtype=dtype, key=head_key)
+
+    @property
+    def vocab_size(self) -> int:
+        """N."""
+        return self.embedding.shape[0]
+
+    @property
+    def head_weight(self) -> Float[Array, "N D"]:
+        """What logits are made with: the head, or the embedding if they are tied."""
+        return self.embedding if self.head is None else self.head
+
+    def init_state(self, capacity: int) -> HybridState:
+        """The state before the first token, with room for `capacity` tokens in the attention caches.
+
+        **Raises:** `ValueError` for a capacity below 1.
+        """
+        require(capacity >= 1, f"HybridLM.init_state: `capacity` must be at least 1 token, but it is {capacity}")
+        return self.layers.init_state(capacity)
+
+    def embed(self, tokens: Int[Array, "T"], mask: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
+        """Rows of the embedding: zero at masked tokens, whatever their id, and NaN for an id outside the vocabulary."""
+        outside = jnp.asarray(self.vocab_size, tokens.dtype)  # a negative id must not count from the end
+        x = self.embedding.at[jnp.where(tokens < 0, outside, tokens)].get(mode="fill", fill_value=jnp.nan)
+        return x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "T"],
+        state: HybridState | None = None,
+        *,
+        segment_ids: Int[Array, "T"] | None = None,
+        mask: Bool[Array, "T"] | None = None,
+        positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+    ) -> tuple[Float[Array, "T D"], HybridState, PyTree | None]:
+        """All of the model but the head, for losses that never hold all logits at once.
+
+        **Arguments:** as `__call__`.
+
+        **Returns:** `(hidden, state, stats)`: the final norm's output in the activations' dtype, the new state, and the routers' sums over
+        all layers and real tokens (`RouterStats`, None for a dense model).
+        """
+        require(
+            tokens.ndim == 1 and jnp.issubdtype(tokens.dtype, jnp.integer),
+            f"HybridLM: `tokens` must be integers [T], but it is {describe(tokens)}: map a batch with jax.vmap(model)(tokens), "
+            "and cast with .astype(jnp.int32)",
+        )
+        for name, x in (("segment_ids", segment_ids), ("mask", mask)):
+            require(
+                x is None or x.shape == tokens.shape,
+                f"HybridLM: `{name}` must be [T] like tokens: {describe(tokens)}, but it is {describe(x)}",
+            )
+        require(
+            positions is None or positions.shape in (tokens.shape, (3, *tokens.shape)),
+            f"HybridLM: `positions` must be [T] or [3 T] (time, height, width) for tokens: {describe(tokens)}, "
+            f"but it is {describe(positions)}",
+        )
+        x = self.embed(tokens, mask)
+        x, state, stats = self.layers(x, state, segment_ids=segment_ids, mask=mask, positions=positions)
+        return self.norm(x), state, stats
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B N"]:
+        """hidden headᵀ, products in hidden's dtype, summed and returned in float32 (float64 for float64)."""
+        return jax.lax.dot_general(
+            hidden,
+            self.head_weight.astype(hidden.dtype),
+            (((hidden.ndim - 1,), (1,)), ((), ())),
+            preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32),
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "T"],
+        state: HybridState | None = None,
+        *,
+        segment_ids: Int[Array, "T"] | None = None,
+        mask: Bool[Array, "T"] | None = None,
+        positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+    ) -> tuple[Float[Array, "T N"], HybridState]:
+        """Logits for the token after each token.
+
+        **Arguments:**
+
+        - `tokens`: ids in [0, N); another id gives NaN from there on.
+        - `state`: of `init_state` or of an earlier call: the tokens continue where it ended, one or many at a time. None is the empty
+          state; the state returned then has no room for more tokens in its attention caches (make some with `state.resize`).
+        - `segment_ids`: documents packed in a row: any change between neighbours is a boundary that nothing crosses.
+        - `mask`: False at padding, left, right or between. Logits at padding are finite and mean nothing.
+        - `positions`: rotary positions, [T] or [3 T]; by default real tokens are counted from the segment's beginning on.
+
+        **Returns:** `(logits, state)`: float32 logits, and the state after the last real token.
+
+        **Raises:** `ValueError` for shapes and dtypes that don't fit.
+        """
+        hidden, state, _ = self.hidden(tokens, state, segment_ids=segment_ids, mask=mask, positions=positions)
+        return self.logits(hidden), state
