@@ -98,7 +98,7 @@ def train(
     training, validation = split_documents(
         documents, config.data.validation_fraction, config.data.validation_bytes or None
     )
-    text_hash = fingerprint(training)
+    text_hash = fingerprint(documents)
     if checkpoint is not None and checkpoint.record["data"]["fingerprint"] != text_hash:
         raise ValueError(
             f"checkpoint: `{checkpoint.folder}` was written on other text than what is under "

@@ -12,7 +12,7 @@ from jaxtyping import Array
 class TinyConfig:
     vocab_size: int = 257
     width: int = 8
-    rates: tuple[float, ...] = (0.5, 0.9)
+    rates: tuple[float, float] = (0.5, 0.9)
     tied: bool = False
 
 
