@@ -8,12 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..ops._dtypes import accumulator
 from ..ops._validate import describe, require, require_choice
-
-
-def _accumulator(dtype) -> jnp.dtype:
-    """float32, or float64 for float64 activations: what the mean square is computed in."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _check(op: str, size: int, **arrays: Array) -> None:
@@ -52,7 +48,7 @@ class RMSNorm(eqx.Module):
         **Raises:** `ValueError` if the last axis isn't `size`.
         """
         _check("RMSNorm", self.size, x=x)
-        wide = _accumulator(x.dtype)
+        wide = accumulator(x.dtype)
         y = x.astype(wide)
         root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
         weight = self.weight.astype(wide) + jnp.asarray(1, wide)
@@ -99,7 +95,7 @@ class GatedRMSNorm(eqx.Module):
             f"GatedRMSNorm: `x` and `z` must have one shape, but x is {describe(x)} and z is {describe(z)}: "
             "reshape the gate's projection as the output",
         )
-        wide = _accumulator(x.dtype)
+        wide = accumulator(x.dtype)
         y = x.astype(wide)
         root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
         z = z.astype(wide)

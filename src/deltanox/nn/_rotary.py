@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ..ops._dtypes import accumulator
 from ..ops._validate import describe, require
 
 
@@ -101,7 +102,7 @@ def apply_rotary(
         f"{describe(x)}, cos {describe(cos)}, sin {describe(sin)}: wrap the call in jax.vmap for a batch",
     )
     half = size // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     # the second half of the angles repeats the first: only one of them is read
     cos, sin = cos[:, None, :half].astype(wide), sin[:, None, :half].astype(wide)
     first, second = x[..., :half].astype(wide), x[..., half:size].astype(wide)

@@ -16,13 +16,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
+from ._dtypes import accumulator
+
 _ACCELERATORS = ("tpu", "cuda", "rocm")
 
 
 def block_dot(
-    x: Float[Array, "G R I"], matrices: Float[Array, "E O I"], group: Int[Array, "G"], *, flip: bool = False
-) -> Float[Array, "G R O"]:
-    """y_g = x_g M[group_g]ᵀ, or x_g M[group_g] with `flip` (then x's features are O and y's I); zero where group_g ≥ E."""
+    x: Float[Array, "G R in"], matrices: Float[Array, "E O I"], group: Int[Array, "G"], *, flip: bool = False
+) -> Float[Array, "G R out"]:
+    """y_g = x_g M[group_g]ᵀ, or x_g M[group_g] with `flip` (x's features are I and y's O, or the reverse); zero where group_g ≥ E."""
     return _block_dot(x, matrices, group, flip=flip)
 
 
@@ -62,10 +64,6 @@ def _(a, b, group, *, num_groups):
 # Computed block by block: CPU and anything unknown ---------------------------------------------------------------------------
 
 
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _dot_loop(x, matrices, group, *, flip):
     dims = (((1,), (0 if flip else 1,)), ((), ()))
     out_size = matrices.shape[2 if flip else 1]
@@ -75,7 +73,7 @@ def _dot_loop(x, matrices, group, *, flip):
 
         def product():
             matrix = jax.lax.dynamic_index_in_dim(matrices, group[g], 0, keepdims=False)
-            return jax.lax.dot_general(rows, matrix, dims, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+            return jax.lax.dot_general(rows, matrix, dims, preferred_element_type=accumulator(x.dtype)).astype(x.dtype)
 
         y = jax.lax.cond(group[g] < matrices.shape[0], product, lambda: jnp.zeros((x.shape[1], out_size), x.dtype))
         return jax.lax.dynamic_update_index_in_dim(out, y, g, 0)
@@ -84,7 +82,7 @@ def _dot_loop(x, matrices, group, *, flip):
 
 
 def _outer_loop(a, b, group, *, num_groups):
-    wide = _wide(a.dtype)
+    wide = accumulator(a.dtype)
 
     def one(g, out):
         def add():
@@ -117,7 +115,7 @@ def _dot_ragged(x, matrices, group, *, flip):
         dot_dimension_numbers=(((1,), (1 if flip else 2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
     y = jax.lax.ragged_dot_general(
-        x[order].reshape(blocks * rows, size), matrices, sizes, dims, preferred_element_type=_wide(x.dtype)
+        x[order].reshape(blocks * rows, size), matrices, sizes, dims, preferred_element_type=accumulator(x.dtype)
     )
     y = y.astype(x.dtype).reshape(blocks, rows, -1)[jnp.argsort(order)]
     # rows after the last group's hold whatever the platform left there
@@ -131,7 +129,7 @@ def _outer_ragged(a, b, group, *, num_groups):
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     a, b = (z[order].reshape(blocks * rows, -1) for z in (a, b))
-    return jax.lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=_wide(a.dtype)).astype(a.dtype)
+    return jax.lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=accumulator(a.dtype)).astype(a.dtype)
 
 
 mlir.register_lowering(_dot_p, mlir.lower_fun(_dot_loop, multiple_results=False))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._dtypes import accumulator
 from ._segments import boundaries
 from ._validate import require, require_array, shapes
 
@@ -139,7 +140,7 @@ def _visible(t, s, offset, query_segments, key_segments):
 
 def _scores(q, k, scale):
     """[*B m r T S], in float32 or wider."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulator(q.dtype)
     return jnp.einsum("...grtk,...gsk->...grts", q, k, preferred_element_type=wide) * jnp.asarray(scale, wide)
 
 
@@ -150,7 +151,7 @@ def _over_heads(visible, scores):
 
 
 def _dense(q, k, v, offset, query_segments, key_segments, scale):
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulator(q.dtype)
     scores = _scores(q, k, scale)
     T, S = scores.shape[-2:]
     visible = _over_heads(
@@ -211,7 +212,7 @@ def _block_visible(i, j, tq, ts, offset, query_segments, key_segments):
 
 def _flash_forward(static, q, k, v, offset, query_segments, key_segments):
     scale, tq, ts = static
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulator(q.dtype)
     nq, nk = q.shape[-2] // tq, k.shape[-2] // ts
 
     def one_query_block(_, i):
@@ -258,7 +259,7 @@ def _join(blocks):
 def _flash_backward(static, saved, d_out):
     q, k, v, offset, query_segments, key_segments, out, log_total = saved
     scale, tq, ts = static
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulator(q.dtype)
     nq, nk = q.shape[-2] // tq, k.shape[-2] // ts
     # Σ_s weight · d_weight of every query, from the output alone
     inner = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)

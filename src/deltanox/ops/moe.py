@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._dtypes import accumulator
 from ._grouped import block_dot
 from ._validate import require, require_array, shapes
 
@@ -41,7 +42,7 @@ def route(logits: Float[Array, "*B E"], *, top_k: int, norm_topk_prob: bool = Tr
         1 <= top_k <= num_experts,
         f"route: `top_k` must lie in 1 ... E = {num_experts}, but it is {top_k} with {shapes(logits=logits)} [*B E]",
     )
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    wide = accumulator(logits.dtype)
     probabilities = jax.nn.softmax(logits.astype(wide), axis=-1)
     weights, experts = jax.lax.top_k(probabilities, top_k)
     if norm_topk_prob:
@@ -94,7 +95,7 @@ def expert_mlp(
     hidden = block_dot(laid, gate_up.astype(x.dtype), layout.group)
     hidden = jax.nn.silu(hidden[..., :inner]) * hidden[..., inner:]
     out = block_dot(hidden, down.astype(x.dtype), layout.group).reshape(blocks * rows, D)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     out = out.at[layout.slot.reshape(-1, k)].get(mode="fill", fill_value=0).astype(wide)
     y = jnp.sum(out * weights.reshape(-1, k)[..., None].astype(wide), axis=1)
     return y.astype(x.dtype).reshape(*batch, D)
@@ -122,12 +123,12 @@ def lay_out(groups: Int[Array, "M"], num_groups: int, block_size: int | None = N
     # every used group may fill its last block with one row only
     G = (M - used) // R + used
     order = jnp.argsort(groups, stable=True).astype(jnp.int32)
-    edges = jnp.searchsorted(groups[order], jnp.arange(num_groups + 1, dtype=groups.dtype)).astype(jnp.int32)
-    first, size = edges[:-1], edges[1:] - edges[:-1]
+    size = jnp.sum(groups[:, None] == jnp.arange(num_groups, dtype=groups.dtype)[None], axis=0, dtype=jnp.int32)
+    first = jnp.cumsum(size) - size
     last_block = jnp.cumsum((size + (R - 1)) // R)
     first_block = last_block - (size + (R - 1)) // R
     g = jnp.arange(G, dtype=jnp.int32)
-    group = jnp.searchsorted(last_block, g, side="right").astype(jnp.int32)
+    group = jnp.sum(g[:, None] >= last_block[None], axis=1, dtype=jnp.int32)
     owner = jnp.minimum(group, num_groups - 1)
     row = (g - first_block[owner])[:, None] * R + jnp.arange(R, dtype=jnp.int32)[None]
     filled = (group < num_groups)[:, None] & (row < size[owner][:, None])
