@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from .._types import Implementation, Precision
 from ..ops import Residuals
+from ..ops._dtypes import accumulator
 from ..ops._validate import require
 from ..ops.delta_net import gated_delta_net, gated_delta_net_step
 from ..ops.delta_rule.inputs import check_options
@@ -147,7 +148,7 @@ class GatedDeltaNet(eqx.Module):
         """Zeros, as before a document's first token. `dtype`: the activations', by default the projections'."""
         dtype = jnp.dtype(self.in_proj_qkv.weight.dtype if dtype is None else dtype)
         shape = (self.num_value_heads, self.key_head_size, self.value_head_size)
-        return DeltaNetState(self.conv.init_state(dtype=dtype).inputs, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
+        return DeltaNetState(self.conv.init_state(dtype=dtype).inputs, jnp.zeros(shape, accumulator(dtype)))
 
     def __call__(
         self,
@@ -200,7 +201,7 @@ class GatedDeltaNet(eqx.Module):
 
 def _rounded_norm(norm: GatedRMSNorm, x, z):
     """`norm` with Hugging Face's roundings: to the activations' dtype after the normalisation and after the weight."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     y, gate = x.astype(wide), z.astype(wide)
     y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.eps)).astype(x.dtype)
     y = (y * norm.weight.astype(x.dtype)[(None,) * (x.ndim - 1)]).astype(wide)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._types import Implementation, Mask, Precision, SegmentIds, State
+from ._dtypes import accumulator
 from ._validate import describe, require, require_array, shapes
 from .causal_conv import causal_conv1d, causal_conv1d_step
 from .causal_conv.inputs import check_options as check_conv_options
@@ -165,7 +166,7 @@ def gated_delta_net(
             qkv = _round_then_activate(qkv, activation)
     q, k, v = split(qkv, num_key_heads, key_head_size, value_size)
     g, beta = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
-    accumulate = jnp.promote_types(v.dtype, jnp.float32)
+    accumulate = accumulator(v.dtype)
     out, state = gated_delta_rule(
         q, k, v, g.astype(accumulate), beta.astype(accumulate), initial_state=initial_state, segment_ids=segment_ids, mask=mask,
         scale=scale, use_qk_l2norm=True, l2norm_eps=l2norm_eps, chunk_size=chunk_size, implementation=implementation,
@@ -221,4 +222,4 @@ def gated_delta_net_step(
 
 def _round_then_activate(x, activation: str | None):
     """The activation of an array that was rounded to its dtype already, rounded once more."""
-    return activate(x.astype(jnp.promote_types(x.dtype, jnp.float32)), activation).astype(x.dtype)
+    return activate(x.astype(accumulator(x.dtype)), activation).astype(x.dtype)

@@ -1,11 +1,13 @@
 """The public op: shapes, packing and dispatch. The definition is in `reference.py`, the fast pass in `shifted.py` and `vjp.py`."""
 
+import math
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..._types import Implementation, Mask, SegmentIds
+from .._dtypes import accumulator
 from .._segments import boundaries
 from .inputs import check_options, check_shapes
 from .reference import reference
@@ -63,10 +65,11 @@ def causal_conv1d(
     check_shapes(op, x, weight, bias, initial_state, segment_ids, mask)
     check_options(op, activation=activation, implementation=implementation)
     lead, (length, channels), past = x.shape[:-2], x.shape[-2:], weight.shape[1] - 1
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    accumulate = accumulator(x.dtype)
 
     def flat(a, axes):
-        return None if a is None else a.reshape(-1, *a.shape[a.ndim - axes :])
+        # not -1: a state of width 1 has no elements to count
+        return None if a is None else a.reshape(math.prod(lead), *a.shape[a.ndim - axes :])
 
     x, initial_state, boundary, mask = (
         flat(x, 2), flat(initial_state, 2), flat(boundaries(segment_ids, mask), 1), flat(mask, 1),
@@ -99,7 +102,7 @@ def causal_conv1d_step(
     op = "causal_conv1d_step"
     check_shapes(op, x, weight, bias, initial_state, axis_t="")
     check_options(op, activation=activation)
-    past, accumulate = weight.shape[1] - 1, jnp.promote_types(x.dtype, jnp.float32)
+    past, accumulate = weight.shape[1] - 1, accumulator(x.dtype)
     if initial_state is None:
         initial_state = jnp.zeros((*x.shape[:-1], past, x.shape[-1]), x.dtype)
     window = jnp.concatenate([initial_state, x[..., None, :]], axis=-2)
