@@ -224,6 +224,11 @@ class GatedAttention(eqx.Module):
                 f"{op}: `state` must have keys and values [S, {slots[0]}, {slots[1]}] (slots, key heads, head size), but received "
                 f"{shapes(key=state.key, value=state.value)}: take it from this layer's init_state, mapped with x under jax.vmap",
             )
+            require(
+                x.shape[0] <= state.capacity,
+                f"{op}: `state` must have at least as many slots as there are new tokens, but received {shapes(x=x)} [T, D] and "
+                f"{state.capacity} slots: call state.resize(capacity) first",
+            )
 
 
 class _Places(eqx.Module):

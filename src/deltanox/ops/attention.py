@@ -72,7 +72,7 @@ def causal_attention(
 
     Source: arXiv:1706.03762; grouped heads arXiv:2305.13245; blocks arXiv:2205.14135.
     """
-    _check(q, k, v, query_segments, key_segments, block_size)
+    _check(q, k, v, offset, query_segments, key_segments, block_size)
     *batch, T, n, hd = q.shape
     S, m = k.shape[-3:-1]
     if scale is None:
@@ -94,7 +94,7 @@ def causal_attention(
     return jnp.moveaxis(out, -2, -4).reshape(*batch, T, n, v.shape[-1])
 
 
-def _check(q, k, v, query_segments, key_segments, block_size) -> None:
+def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
     op = "causal_attention"
     for name, x, axes in (("q", q, "*B T n hd"), ("k", k, "*B S m hd"), ("v", v, "*B S m vd")):
         require_array(op, name, x, axes)
@@ -109,6 +109,11 @@ def _check(q, k, v, query_segments, key_segments, block_size) -> None:
         q.shape[-2] % k.shape[-2] == 0,
         f"{op}: the number of query heads n = {q.shape[-2]} must be a multiple of the key heads m = {k.shape[-2]}, but received "
         f"{received}: heads come after tokens, `*B T n hd`",
+    )
+    require(
+        not isinstance(offset, int) or k.shape[-3] >= q.shape[-3] + offset,
+        f"{op}: every query's own key must be there, S ≥ T + offset, but received {received} with offset = {offset}: tokens come "
+        "before heads, `*B T n hd`, and cached keys before new ones",
     )
     require(
         (query_segments is None) == (key_segments is None),
