@@ -1,0 +1,198 @@
+"""Tokens a second of a training step, beside transformers' `Qwen3_5ForCausalLM` of the same sizes.
+
+    deltanox bench train configs/qwen3_5_nano.toml
+
+Each side runs in a process of its own, one after the other: forward, backward, clipping and AdamW in float32 on batches of
+one shape. Ours is the step that `deltanox train` runs, packed documents and their boundaries included; the peer, whose
+packing needs CUDA, gets rows without boundaries. Its AdamW is PyTorch's fused one.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print one line a side and the ratio. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="deltanox bench train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of a dense Qwen3.5")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed, after two that are not (default: 10)")
+    parser.add_argument("--rounds", type=int, default=1, help="times that both sides run in turn; the best of each counts (default: 1)")
+    parser.add_argument("--side", choices=("both", "deltanox", "transformers"), default="both")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.in_process:
+        side = _deltanox if arguments.side == "deltanox" else _transformers
+        print(json.dumps(side(arguments)))
+        return 0
+    sides = ("deltanox", "transformers") if arguments.side == "both" else (arguments.side,)
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(arguments.rounds):
+        for side in sides:
+            result = _run(side, arguments)
+            rates[side].append(result["tokens_per_second"])
+            print(
+                f"{side:12s} {result['tokens_per_second']:8.0f} tokens/s   {result['parameters'] / 1e6:.3f} M parameters, batch "
+                f"{result['batch']} x {result['length']}, first step after {result['start']:.1f} s   ({result['versions']})",
+                flush=True,
+            )
+    if len(sides) == 2:
+        ratio = max(rates["deltanox"]) / max(rates["transformers"])
+        print(f"ratio        {ratio:8.2f}            deltanox / transformers, {os.cpu_count()} cores")
+    return 0
+
+
+def _run(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "deltanox.tools.bench_train", arguments.config, "--side", side, "--in-process"]
+    command += ["--steps", str(arguments.steps)] + [part for value in arguments.set for part in ("--set", value)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"bench train: the process of {side} failed:\n{done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _time(step: Callable[[int], Any], wait: Callable[[Any], Any], steps: int) -> tuple[float, float]:
+    """Seconds until the first step (compilation included) is done, and seconds a step after the second."""
+    begin = time.perf_counter()
+    wait(step(0))
+    start = time.perf_counter() - begin
+    wait(step(1))
+    begin = time.perf_counter()
+    for i in range(steps):
+        result = step(2 + i)
+    wait(result)
+    return start, (time.perf_counter() - begin) / steps
+
+
+def _deltanox(arguments: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    from deltanox.train import (
+        DataPosition,
+        TrainingData,
+        init_state,
+        learning_rate_schedule,
+        make_optimiser,
+        make_step,
+        read_config,
+        split_documents,
+        standard_library,
+    )
+    from deltanox.train._loop import default_model
+
+    config = read_config(arguments.config, arguments.set)
+    rows, length = config.data.batch_size, config.data.row_length
+    training, _ = split_documents(standard_library(), config.data.validation_fraction)
+    data = TrainingData(training, length, rows, config.data.seed)
+    model = config.precision.cast_parameters(default_model(config, jax.random.key(0)))
+    state, static, optimiser = init_state(
+        model, lambda p: make_optimiser(config.optimiser, config.train.steps, p), key=jax.random.key(1)
+    )
+    function = jax.jit(
+        make_step(static, optimiser, learning_rate_schedule(config.optimiser, config.train.steps), config.precision),
+        donate_argnums=0,
+    )
+    size = sum(x.size for x in jax.tree.leaves(state.parameters))
+    position = DataPosition()
+
+    def step(_):
+        nonlocal state, position
+        batch, position = data(position)
+        state, metrics = function(state, jax.tree.map(lambda x: x[None], batch))
+        return metrics.loss
+
+    start, seconds = _time(step, jax.block_until_ready, arguments.steps)
+    versions = f"jax {jax.__version__}"
+    return _result(rows, length, seconds, start, size, versions)
+
+
+def _transformers(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import transformers
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    from deltanox.train import read_config
+
+    config = read_config(arguments.config, arguments.set)
+    sizes, settings = config.model, config.optimiser
+    if sizes.num_experts:
+        raise ValueError("bench train: the peer is the dense Qwen3.5; give a config without experts")
+    torch.manual_seed(0)
+    peer = Qwen3_5TextConfig(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.embed_size,
+        intermediate_size=sizes.mlp_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_size,
+        linear_conv_kernel_dim=sizes.conv_size,
+        linear_key_head_dim=sizes.key_head_size,
+        linear_value_head_dim=sizes.value_head_size,
+        linear_num_key_heads=sizes.num_key_heads,
+        linear_num_value_heads=sizes.num_value_heads,
+        full_attention_interval=sizes.full_attention_interval,
+        rms_norm_eps=sizes.eps,
+        tie_word_embeddings=sizes.tied_head,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": sizes.rope_theta,
+            "partial_rotary_factor": sizes.rotary_fraction,
+            "mrope_section": list(sizes.mrope_sections or _sections(sizes.rotary_size // 2)),
+            "mrope_interleaved": True,
+        },
+        use_cache=False,
+    )
+    model = Qwen3_5ForCausalLM(peer).float().train()
+    optimiser = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    rows, length = config.data.batch_size, config.data.row_length
+    generator = torch.Generator().manual_seed(0)
+
+    def step(_):
+        tokens = torch.randint(0, 257, (rows, length + 1), generator=generator)
+        logits = model(input_ids=tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm or float("inf"))
+        optimiser.step()
+        return loss
+
+    start, seconds = _time(step, lambda loss: loss.item(), arguments.steps)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return _result(rows, length, seconds, start, size, versions)
+
+
+def _sections(half: int) -> tuple[int, int, int]:
+    """Any split of the rotated frequencies among time, height and width: for text the three agree."""
+    third = half // 3
+    return half - 2 * third, third, third
+
+
+def _result(rows: int, length: int, seconds: float, start: float, size: int, versions: str) -> dict[str, Any]:
+    return {
+        "tokens_per_second": rows * length / seconds,
+        "parameters": size,
+        "batch": rows,
+        "length": length,
+        "start": start,
+        "versions": versions,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
