@@ -212,3 +212,27 @@ def test_one_kind_of_segments_is_refused():
     q = jnp.zeros((3, 2, 4))
     with pytest.raises(ValueError, match="must be given together"):
         causal_attention(q, q, q, query_segments=jnp.zeros((3,), jnp.int32))
+
+
+def test_the_platform_chooses_the_blocks(getkey):
+    """Without a block size: 300 queries go through blocks, mapped and differentiated, and a TPU program can be lowered on a CPU."""
+    q, k, v = draw(getkey(), 300, 300, 2, 1, 4, 4, batch=(2,))
+    ids = jnp.cumsum(jnp.arange(300) % 90 == 89).astype(jnp.int32)
+
+    def loss(block_size):
+        def one(q, k, v):
+            return causal_attention(q, k, v, query_segments=ids, key_segments=ids, block_size=block_size)
+
+        return lambda q, k, v: jnp.sum(jnp.sin(jax.vmap(one)(q, k, v)))
+
+    chosen = jax.jit(jax.grad(loss(None), argnums=(0, 1, 2)))
+    for a, b in zip(chosen(q, k, v), jax.jit(jax.grad(loss(0), argnums=(0, 1, 2)))(q, k, v)):
+        assert rel(a, b) < 2e-6
+    assert "stablehlo.while" in chosen.trace(q, k, v).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_second_derivative_of_blocks_ends_in_a_sentence(getkey):
+    q, k, v = draw(getkey(), 8, 8, 2, 1, 4, 4)
+    first = jax.grad(lambda q: jnp.sum(jnp.sin(causal_attention(q, k, v, block_size=4))))
+    with pytest.raises(NotImplementedError, match="pass block_size=0 to causal_attention"):
+        jax.grad(lambda q: jnp.sum(first(q) ** 2))(q)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._derivatives import once_differentiable
 from ._dtypes import accumulator
 from ._segments import boundaries
 from ._validate import require, require_array, shapes
@@ -13,10 +14,11 @@ from ._validate import require, require_array, shapes
 NEVER = -1
 """Segment of padding: seen by nothing, and seeing nothing."""
 
-_DENSE_SCORES = 1024 * 1024
-"""Up to so many scores a head, all of them are held at once: faster than blocks, and differentiable any number of times."""
+_DENSE_SCORES = 256 * 256
+"""Up to so many scores a head, all of them are held at once: differentiable any number of times, and as fast as blocks."""
 
-_BLOCK = 512
+_CPU_BLOCK, _BLOCK = 128, 512
+"""Queries and keys of a block: on a CPU its scores stay in the cache (at T = 512 five times faster than all scores at once)."""
 
 # A score no real one comes near and exp of which is zero; finite, so that a row without keys gives no inf - inf.
 _LOW = -1e30
@@ -61,9 +63,10 @@ def causal_attention(
     - `query_segments`, `key_segments`: both or neither. A query sees the keys of an equal number; a negative one is padding,
         which sees nothing (its output is zero) and isn't seen, even if it holds NaN. `attention_segments` makes them.
     - `scale`: hd^-0.5 unless given.
-    - `block_size`: None picks. 0 holds all T·S scores a head at once; it has forward mode and derivatives of any order. A
-        positive number works through blocks of so many queries and keys, skips those that lie in the future, and recomputes
-        the scores in the backward pass: memory is linear in T and S; reverse mode only, once.
+    - `block_size`: 0 holds all T·S scores a head at once; it has forward mode and derivatives of any order. A positive number
+        works through blocks of so many queries and keys, skips those that lie in the future, and recomputes the scores in the
+        backward pass: memory is linear in T and S; reverse mode only, once. None is 0 up to 256² scores or for one query, and
+        beyond them blocks of a size that suits the platform that is compiled for.
 
     **Returns:** [*B T n vd] in v's dtype.
 
@@ -78,7 +81,7 @@ def causal_attention(
     if scale is None:
         scale = hd**-0.5
     if block_size is None:
-        block_size = 0 if T * S <= _DENSE_SCORES or T == 1 else _BLOCK
+        block_size = 0 if T * S <= _DENSE_SCORES or T == 1 else None
     if query_segments is not None:
         # 0 · NaN is NaN: what padding holds must go before the products, not after
         q = jnp.where((query_segments >= 0)[..., None, None], q, jnp.zeros((), q.dtype))
@@ -90,7 +93,7 @@ def causal_attention(
     if block_size == 0:
         out = _dense(q, k, v, offset, query_segments, key_segments, scale)
     else:
-        out = _blockwise(q, k, v, offset, query_segments, key_segments, scale, block_size)
+        out = _flash((scale, block_size), q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments)
     return jnp.moveaxis(out, -2, -4).reshape(*batch, T, n, v.shape[-1])
 
 
@@ -176,21 +179,6 @@ def _dense(q, k, v, offset, query_segments, key_segments, scale):
 # Block by block ---------------------------------------------------------------------------------------------------------------
 
 
-def _blockwise(q, k, v, offset, query_segments, key_segments, scale, block_size):
-    """Pad T and S to whole blocks, with keys that nobody sees, and cut the result."""
-    T, S = q.shape[-2], k.shape[-2]
-    tq, ts = min(block_size, T), min(block_size, S)
-    more_q, more_k = -T % tq, -S % ts
-    if more_k and key_segments is None:
-        query_segments = jnp.zeros((*q.shape[:-4], T), jnp.int32)
-        key_segments = jnp.zeros((*q.shape[:-4], S), jnp.int32)
-    q, k, v = _pad(q, more_q, -2), _pad(k, more_k, -2), _pad(v, more_k, -2)
-    if query_segments is not None:
-        query_segments, key_segments = _pad(query_segments, more_q, -1, NEVER), _pad(key_segments, more_k, -1, NEVER)
-    out = _flash((scale, tq, ts), q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments)
-    return out[..., :T, :]
-
-
 def _pad(x, more, axis, value=0):
     if more == 0:
         return x
@@ -209,14 +197,55 @@ def _flash(static, q, k, v, offset, query_segments, key_segments):
     return _flash_forward(static, q, k, v, offset, query_segments, key_segments)[0]
 
 
+def _flash_forward(static, *args):
+    out, log_total = _on_platform(_forward_blocks, static, *args)
+    return out, (*args, out, log_total)
+
+
+def _flash_backward(static, saved, d_out):
+    return (*_backward(static, *saved, d_out), None, None, None)
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _backward(static, *args):
+    once = once_differentiable("blocks", "pass block_size=0 to causal_attention")
+    return once(partial(_on_platform, _backward_blocks, static))(*args)
+
+
+def _on_platform(f, static, *args):
+    """f(scale, block size, *args) with the given block size, or with the one of the platform that is compiled for."""
+    scale, block_size = static
+    if block_size is not None:
+        return f(scale, block_size, *args)
+    return jax.lax.platform_dependent(*args, cpu=partial(f, scale, _CPU_BLOCK), default=partial(f, scale, _BLOCK))
+
+
+def _pad_to_blocks(block_size, q, k, v, query_segments, key_segments):
+    """T and S rounded up to whole blocks, with queries that see nothing and keys that nobody sees; the sizes of a block."""
+    T, S = q.shape[-2], k.shape[-2]
+    tq, ts = min(block_size, T), min(block_size, S)
+    more_q, more_k = -T % tq, -S % ts
+    if more_k and key_segments is None:
+        query_segments = jnp.zeros((*q.shape[:-4], T), jnp.int32)
+        key_segments = jnp.zeros((*q.shape[:-4], S), jnp.int32)
+    q, k, v = _pad(q, more_q, -2), _pad(k, more_k, -2), _pad(v, more_k, -2)
+    if query_segments is not None:
+        query_segments, key_segments = _pad(query_segments, more_q, -1, NEVER), _pad(key_segments, more_k, -1, NEVER)
+    return (tq, ts), (q, k, v, query_segments, key_segments)
+
+
 def _block_visible(i, j, tq, ts, offset, query_segments, key_segments):
     t = i * tq + jnp.arange(tq, dtype=jnp.int32)
     s = j * ts + jnp.arange(ts, dtype=jnp.int32)
     return _visible(t, s, offset, _take(query_segments, i, tq, -1), _take(key_segments, j, ts, -1))
 
 
-def _flash_forward(static, q, k, v, offset, query_segments, key_segments):
-    scale, tq, ts = static
+def _forward_blocks(scale, block_size, q, k, v, offset, query_segments, key_segments):
+    """The output, and the logarithm of Σ_s exp(score) of every query."""
+    T = q.shape[-2]
+    (tq, ts), (q, k, v, query_segments, key_segments) = _pad_to_blocks(block_size, q, k, v, query_segments, key_segments)
     wide = accumulator(q.dtype)
     nq, nk = q.shape[-2] // tq, k.shape[-2] // ts
 
@@ -251,8 +280,7 @@ def _flash_forward(static, q, k, v, offset, query_segments, key_segments):
         return None, ((out / total).astype(v.dtype), log_total)
 
     _, (out, log_total) = jax.lax.scan(one_query_block, None, jnp.arange(nq, dtype=jnp.int32))
-    out, log_total = (_join(x) for x in (out, log_total))
-    return out, (q, k, v, offset, query_segments, key_segments, out, log_total)
+    return _join(out)[..., :T, :], _join(log_total)[..., :T, :]
 
 
 def _join(blocks):
@@ -261,9 +289,12 @@ def _join(blocks):
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
 
-def _flash_backward(static, saved, d_out):
-    q, k, v, offset, query_segments, key_segments, out, log_total = saved
-    scale, tq, ts = static
+def _backward_blocks(scale, block_size, q, k, v, offset, query_segments, key_segments, out, log_total, d_out):
+    """Gradients of q, k and v."""
+    T, S = q.shape[-2], k.shape[-2]
+    (tq, ts), (q, k, v, query_segments, key_segments) = _pad_to_blocks(block_size, q, k, v, query_segments, key_segments)
+    # without packing a padded query sees keys, but its cotangent is zero
+    out, log_total, d_out = (_pad(x, -T % tq, -2) for x in (out, log_total, d_out))
     wide = accumulator(q.dtype)
     nq, nk = q.shape[-2] // tq, k.shape[-2] // ts
     # Σ_s weight · d_weight of every query, from the output alone
@@ -297,7 +328,4 @@ def _flash_backward(static, saved, d_out):
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
     d_q, (d_k, d_v) = jax.lax.scan(one_key_block, jnp.zeros(q.shape, wide), jnp.arange(nk, dtype=jnp.int32))
-    return d_q.astype(q.dtype), _join(d_k), _join(d_v), None, None, None
-
-
-_flash.defvjp(_flash_forward, _flash_backward)
+    return d_q[..., :T, :].astype(q.dtype), _join(d_k)[..., :S, :], _join(d_v)[..., :S, :]
