@@ -22,14 +22,14 @@ class KVCache(eqx.Module):
     """What attention remembers: S slots of rotated keys and of values, the first `length` of them in use.
 
     Every token that was fed takes a slot, padding too; `valid` says which slots the next tokens may see (not padding, and of the
-    last segment); `position` is the next token's rotary position. Under `jax.vmap` every field has the batch in front.
+    last segment); `position` is the next token's rotary position. Outside `jax.vmap`, every field of a batch has it in front.
     """
 
-    key: Float[Array, "S m hd"]
-    value: Float[Array, "S m hd"]
-    valid: Bool[Array, "S"]
-    length: Int[Array, ""]
-    position: Int[Array, ""]
+    key: Float[Array, "*B S m hd"]
+    value: Float[Array, "*B S m hd"]
+    valid: Bool[Array, "*B S"]
+    length: Int[Array, "*B"]
+    position: Int[Array, "*B"]
 
     @property
     def capacity(self) -> int:
