@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from ..nn import RMSNorm, Stack
 from ..nn._linear import normal
+from ..ops._dtypes import accumulator
 from ..ops._validate import describe, require
 from ._block import HybridPeriod, HybridState
 
@@ -140,7 +141,7 @@ class HybridLM(eqx.Module):
             hidden,
             self.head_weight.astype(hidden.dtype),
             (((hidden.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32),
+            preferred_element_type=accumulator(hidden.dtype),
         )
 
     def __call__(
@@ -156,7 +157,7 @@ class HybridLM(eqx.Module):
 
         **Arguments:**
 
-        - `tokens`: ids in [0, N); another id gives NaN from there on.
+        - `tokens`: ids in [0, N); any other id gives NaN, at the tokens after it too and, within its chunk, before it.
         - `state`: of `init_state` or of an earlier call: the tokens continue where it ended, one or many at a time. None is the empty
           state; the state returned then has no room for more tokens in its attention caches (make some with `state.resize`).
         - `segment_ids`: documents packed in a row: any change between neighbours is a boundary that nothing crosses.
