@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (None: the process's own). Returns the exit status; errors of use are one sentence on stderr."""
+    """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deltanox", description="Train and run hybrid linear-attention language models.")
+    parser = argparse.ArgumentParser(
+        prog="deltanox", description="Train and run hybrid linear-attention language models."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(
@@ -35,10 +37,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; may be left out with --resume")
     train.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config, written as in TOML"
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a value of the config, written as in TOML",
     )
     train.add_argument(
-        "--text", nargs="+", default=[], metavar="PATH", help="files or folders of UTF-8 text (default: the standard library's sources)"
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files or folders of UTF-8 text (default: the standard library's sources)",
     )
     train.add_argument("--resume", metavar="DIR", help="go on with the run in this folder, from its newest checkpoint")
     train.set_defaults(run=_train)
@@ -48,14 +58,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("directory", metavar="DIR", help="folder of a run, or of one checkpoint")
     generate.add_argument("--prompt", default="", help="how the text begins (default: an empty document)")
-    generate.add_argument("--max-tokens", type=int, default=500, help="tokens (bytes) to generate at most (default: 500)")
+    generate.add_argument(
+        "--max-tokens", type=int, default=500, help="tokens (bytes) to generate at most (default: 500)"
+    )
     generate.add_argument("--temperature", type=float, default=0.8, help="0 for the most likely token (default: 0.8)")
     generate.add_argument("--top-k", type=int, help="draw from the k most likely tokens only")
-    generate.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability together")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability together"
+    )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     generate.set_defaults(run=_generate)
 
-    bench = commands.add_parser("bench", help="measure speed", description="Measure speed; everything after NAME goes to the benchmark.")
+    bench = commands.add_parser(
+        "bench", help="measure speed", description="Measure speed; everything after NAME goes to the benchmark."
+    )
     bench.add_argument("name", choices=_benchmarks(), metavar="NAME", help=", ".join(_benchmarks()))
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `deltanox bench NAME --help`")
     bench.set_defaults(run=_bench)
@@ -74,7 +90,9 @@ def _train(arguments: argparse.Namespace) -> int:
         config = config_from_dict(apply_overrides(find_checkpoint(arguments.resume).record["config"], arguments.set))
         name = ""
     else:
-        raise ValueError("train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume")
+        raise ValueError(
+            "train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume"
+        )
     try:
         train(config, text=arguments.text, resume=arguments.resume, name=name, sample=sample_text)
     except TrainingDiverged as error:

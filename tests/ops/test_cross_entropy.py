@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TOLERANCE, rel
 
 from deltanox.ops.cross_entropy import cross_entropy
+from helpers import TOLERANCE, rel
 
 
 def full(hidden, head, labels, weights):
@@ -109,7 +109,9 @@ def test_logits_of_the_whole_vocabulary_are_never_in_memory():
     ],
 )
 def test_wrong_arguments(change, words):
-    arguments = dict(hidden=jnp.zeros((3, 13, 7)), head=jnp.zeros((17, 7)), labels=jnp.zeros((3, 13), jnp.int32)) | change
+    arguments = (
+        dict(hidden=jnp.zeros((3, 13, 7)), head=jnp.zeros((17, 7)), labels=jnp.zeros((3, 13), jnp.int32)) | change
+    )
     with pytest.raises(ValueError, match=words):
         # Without the checker: our own sentence.
         cross_entropy.__wrapped__(**arguments) if hasattr(cross_entropy, "__wrapped__") else cross_entropy(**arguments)

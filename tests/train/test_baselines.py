@@ -41,7 +41,9 @@ def test_markov(order):
     rng = np.random.default_rng(3)
     texts = ["".join(rng.choice(list("abcä \n"), size)) for size in (200, 80, 1, 60)]
     docs = [Document(str(i), text.encode()) for i, text in enumerate(texts)]
-    assert markov_bits_per_byte(docs[:2], docs[2:], order) == pytest.approx(by_hand(docs[:2], docs[2:], order), rel=1e-12)
+    assert markov_bits_per_byte(docs[:2], docs[2:], order) == pytest.approx(
+        by_hand(docs[:2], docs[2:], order), rel=1e-12
+    )
 
 
 def test_gzip_goes_file_by_file():

@@ -91,10 +91,16 @@ def edit(**changes):
 @pytest.mark.parametrize(
     "damage, sentence",
     [
-        (cut_arrays, r"truncated or foreign: it has \d+ bytes instead of \d+; delete this folder to go on from step_00000001"),
+        (
+            cut_arrays,
+            r"truncated or foreign: it has \d+ bytes instead of \d+; delete this folder to go on from step_00000001",
+        ),
         (flip_a_bit, "damaged: its hash is not the recorded one; delete this folder to go on from step_00000001"),
         (lambda f: (f / "arrays.safetensors").unlink(), "has no arrays.safetensors; delete this folder"),
-        (lambda f: (f / "checkpoint.json").unlink(), "no readable checkpoint.json.*delete this folder to go on from step_00000001"),
+        (
+            lambda f: (f / "checkpoint.json").unlink(),
+            "no readable checkpoint.json.*delete this folder to go on from step_00000001",
+        ),
         (lambda f: (f / "checkpoint.json").write_text('{"format": "deltanox'), "no readable checkpoint.json"),
         (edit(format="other"), "was not written by deltanox"),
         (edit(version=99), "version 99 of the format, this deltanox reads 1"),
@@ -113,10 +119,16 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage, sentence):
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda t: t | {"f32": jnp.zeros((4, 3))}, r"`\['f32'\]` is float32\[3, 4\], this run needs float32\[4, 3\]: it was written"),
+        (
+            lambda t: t | {"f32": jnp.zeros((4, 3))},
+            r"`\['f32'\]` is float32\[3, 4\], this run needs float32\[4, 3\]: it was written",
+        ),
         (lambda t: t | {"bf16": jnp.zeros(5)}, r"`\['bf16'\]` is bfloat16\[5\], this run needs float32\[5\]"),
         (lambda t: t | {"new": jnp.zeros(5)}, r"has no array `\['new'\]`"),
-        (lambda t: {k: v for k, v in t.items() if k != "int"}, r"has an array `\['int'\]` that this run has no place for"),
+        (
+            lambda t: {k: v for k, v in t.items() if k != "int"},
+            r"has an array `\['int'\]` that this run has no place for",
+        ),
     ],
 )
 def test_another_structure_is_refused(tmp_path, change, sentence):
@@ -134,13 +146,13 @@ def test_nothing_to_find(tmp_path):
 
 @pytest.mark.parametrize("call", range(8))
 def test_killed_while_writing(tmp_path, call):
-    """SIGKILL at each system call that a save makes on its files: the newest complete checkpoint is the old or the new one."""
-    program = f"""
+    """SIGKILL at each call that a save makes on its files: the newest complete checkpoint is the old or the new one."""
+    program = """
         import os, signal, sys
         from deltanox.train import _checkpoint as c
         import numpy as np
         directory, deadly = sys.argv[1], int(sys.argv[2])
-        c.save_checkpoint(directory, {{"x": np.full(1000, 1, np.float32)}}, 1, {{}}, keep=1)
+        c.save_checkpoint(directory, {"x": np.full(1000, 1, np.float32)}, 1, {}, keep=1)
         calls = 0
         def deadly_version(module, name):
             original = getattr(module, name)
@@ -155,12 +167,15 @@ def test_killed_while_writing(tmp_path, call):
         deadly_version(c.shutil, "rmtree")
         deadly_version(c.Path, "rename")
         deadly_version(c.Path, "mkdir")
-        c.save_checkpoint(directory, {{"x": np.full(1000, 2, np.float32)}}, 2, {{}}, keep=1)
+        c.save_checkpoint(directory, {"x": np.full(1000, 2, np.float32)}, 2, {}, keep=1)
         print("survived", calls)
     """
     environment = os.environ | {"PYTHONPATH": str(Path(deltanox.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), str(call)], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), str(call)],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     found = find_checkpoint(tmp_path)

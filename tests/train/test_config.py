@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import pytest
-from tiny_model import TinyConfig
 
 from deltanox.train import config_from_dict, config_to_dict, read_config
 from deltanox.train._config import differences
+from tiny_model import TinyConfig
 
 TEXT = """
 implementation = "xla"
@@ -35,7 +35,13 @@ def path(tmp_path):
 def test_values_defaults_and_overrides(path):
     config = read_config(
         path,
-        ["model.width=4", "data.seed = 3", "train.directory=some/where", "optimiser.weight_decay=0", "implementation=chunked"],
+        [
+            "model.width=4",
+            "data.seed = 3",
+            "train.directory=some/where",
+            "optimiser.weight_decay=0",
+            "implementation=chunked",
+        ],
         model_type=TinyConfig,
     )
     assert config.model == TinyConfig(width=4, rates=(0.1, 1.0)) and isinstance(config.model.rates[1], float)

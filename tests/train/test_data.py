@@ -1,6 +1,7 @@
 """Documents, their split, packing and order."""
 
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def documents(*sizes, seed=0):
 def pairs(document):
     """All (input, label) of a document, by definition."""
     tokens = [BOUNDARY, *document.data, BOUNDARY]
-    return list(zip(tokens, tokens[1:]))
+    return list(itertools.pairwise(tokens))
 
 
 def segments(batch):
@@ -120,7 +121,9 @@ def test_the_standard_library_without_tests():
     docs = standard_library()
     names = {document.name for document in docs}
     assert {"argparse.py", "json/decoder.py"} <= names
-    assert not any(part in ("test", "tests", "idle_test", "site-packages") for name in names for part in name.split("/"))
+    assert not any(
+        part in ("test", "tests", "idle_test", "site-packages") for name in names for part in name.split("/")
+    )
     assert sorted(docs) == docs and all(document.data for document in docs)
     assert sum(len(document.data) for document in docs) > 5_000_000
 
@@ -131,14 +134,17 @@ def test_own_text(tmp_path):
     (tmp_path / "a" / "tests" / "x.txt").write_text("ä")
     (tmp_path / "a" / ".hidden").write_text("no")
     (tmp_path / "b.md").write_text("b")
-    assert read_documents([tmp_path / "a", tmp_path / "b.md"]) == [Document("b.md", b"b"), Document("tests/x.txt", "ä".encode())]
+    assert read_documents([tmp_path / "a", tmp_path / "b.md"]) == [
+        Document("b.md", b"b"),
+        Document("tests/x.txt", "ä".encode()),
+    ]
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         read_documents([tmp_path / "c"])
     (tmp_path / "a" / "bad").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"`bad` is not UTF-8 .* at byte 0"):
         read_documents([tmp_path / "a"])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no text under"):
-        (tmp_path / "empty").mkdir()
         read_documents([tmp_path / "empty"])
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_model import TinyConfig, TinyModel, make_tiny
 
 import deltanox
 from deltanox.train import TrainingDiverged, config_from_dict, find_checkpoint, read_log, train
 from deltanox.train._log import Log
+from tiny_model import TinyConfig, TinyModel, make_tiny
 
 
 def make_text(folder):
@@ -41,7 +41,8 @@ def tiny_config(directory, **train_values):
             "model": {"width": 16},
             "data": {"row_length": 32, "batch_size": 2, "validation_fraction": 0.2},
             "optimiser": {"learning_rate": 3e-2, "warmup_steps": 5},
-            "train": {"steps": 24, "checkpoint_every": 8, "accumulation": 2, "directory": str(directory), "seed": 3} | train_values,
+            "train": {"steps": 24, "checkpoint_every": 8, "accumulation": 2, "directory": str(directory), "seed": 3}
+            | train_values,
         },
         model_type=TinyConfig,
     )
@@ -70,7 +71,10 @@ def test_a_run_leaves_log_picture_checkpoints_and_figures(tmp_path, text):
     assert [record["step"] for record in validations] == [10, 20, 30, 40, 50, 60]
     assert validations[-1]["validation_bits_per_byte"] == result.validation
     assert (result.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (result.directory / "checkpoints").iterdir()) == ["step_00000050", "step_00000060"]
+    assert sorted(path.name for path in (result.directory / "checkpoints").iterdir()) == [
+        "step_00000050",
+        "step_00000060",
+    ]
     assert sampled[0] is result.model and said[-1] == "sample!"
     figures = f"model {result.validation:.4f}, Markov model of order 2 {result.markov:.4f}, gzip -9 {result.gzip:.4f}"
     assert any(figures in sentence for sentence in said)
@@ -187,7 +191,7 @@ def test_interrupted_and_resumed_is_bit_equal(tmp_path, text, monkeypatch):
 def test_resuming_with_something_else_is_refused(tmp_path, text):
     config = tiny_config(tmp_path / "run", steps=6)
     run(config, text)
-    with pytest.raises(ValueError, match="train.directory: `.*run` holds files already; resume with --resume"):
+    with pytest.raises(ValueError, match=r"train.directory: `.*run` holds files already; resume with --resume"):
         run(config, text)
     with pytest.raises(ValueError, match=r"another config \(train.steps was 6 and is 7\)"):
         run(tiny_config(tmp_path / "run", steps=7), text, resume=tmp_path / "run")
@@ -202,7 +206,9 @@ def test_resuming_with_something_else_is_refused(tmp_path, text):
 def test_an_older_checkpoint_beside_newer_ones_is_refused(tmp_path, text):
     config = tiny_config(tmp_path / "run")
     run(config, text)
-    with pytest.raises(ValueError, match="`step_00000024` is newer than .*; give the run's folder, or delete the newer"):
+    with pytest.raises(
+        ValueError, match=r"`step_00000024` is newer than .*; give the run's folder, or delete the newer"
+    ):
         run(config, text, resume=tmp_path / "run" / "checkpoints" / "step_00000016")
 
 
@@ -271,4 +277,7 @@ def test_log_survives_a_cut_line(tmp_path):
     log = Log(path, step=1)
     log.write(step=2, loss=1 / 3)
     log.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 1 / 3}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 0.1},
+        {"step": 2, "loss": 1 / 3},
+    ]

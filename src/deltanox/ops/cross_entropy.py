@@ -4,9 +4,9 @@ With hidden rows x_t [D], a head W [N D] and labels y_t,
 
     loss_t = log Σ_n exp(W_n · x_t) - W_{y_t} · x_t        (nats)
 
-At a vocabulary of 248,320 the logits [T N] are by far the largest array of a training step. Here they exist for one block
-of the vocabulary at a time, forward and backward: the forward pass keeps the running maximum and sum of exponentials of
-every row, the backward pass makes the block's logits again and from them the softmax.
+At a vocabulary of 248,320 the logits [T N] are by far the largest array of a training step. Here they exist for one
+block of the vocabulary at a time, forward and backward: the forward pass keeps the running maximum and sum of
+exponentials of every row, the backward pass makes the block's logits again and from them the softmax.
 """
 
 from functools import partial
@@ -31,26 +31,27 @@ def cross_entropy(
     - `hidden`: what the model gives for each token, [*B T D].
     - `head`: one row per entry of the vocabulary, [N D], in the dtype of `hidden`. A tied embedding is passed as it is.
     - `labels`: the entry that follows, in [0, N).
-    - `mask`: False where there is nothing to predict. The loss is 0 there, as are its gradients; labels and NaN in masked
-      places stay out.
-    - `block_size`: entries of the vocabulary whose logits are in memory together. A vocabulary that is not larger is one
-      block, differentiated by JAX any number of times and in forward mode; a larger one has a custom VJP: one
+    - `mask`: False where there is nothing to predict. The loss is 0 there, as are its gradients; labels and NaN in
+      masked places stay out.
+    - `block_size`: entries of the vocabulary whose logits are in memory together. A vocabulary that is not larger is
+      one block, differentiated by JAX any number of times and in forward mode; a larger one has a custom VJP: one
       reverse-mode derivative.
 
-    **Returns**: the losses [*B T] in float32 (float64 for float64 inputs). Products are accumulated, and the logarithm of
-    the sum of exponentials is taken, in that dtype. A label outside [0, N) in an unmasked place gives NaN.
+    **Returns**: the losses [*B T] in float32 (float64 for float64 inputs). Products are accumulated, and the
+    logarithm of the sum of exponentials is taken, in that dtype. A label outside [0, N) in an unmasked place gives
+    NaN.
 
     **Raises**: `ValueError` for shapes or dtypes that do not fit together.
     """
     if head.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != head.shape[-1]:
         raise ValueError(
-            f"cross_entropy: hidden [*B T D] and head [N D] must share their last axis, got hidden {hidden.shape} and head "
-            f"{head.shape}; the head holds one row per entry of the vocabulary (transpose it if it is [D N])"
+            f"cross_entropy: hidden [*B T D] and head [N D] must share their last axis, got hidden {hidden.shape} "
+            f"and head {head.shape}; the head holds one row per entry of the vocabulary (transpose it if it is [D N])"
         )
     if hidden.dtype != head.dtype:
         raise ValueError(
-            f"cross_entropy: hidden and head must have one dtype, got {hidden.dtype} and {head.dtype}; cast the head to "
-            "the dtype that the model computes in"
+            f"cross_entropy: hidden and head must have one dtype, got {hidden.dtype} and {head.dtype}; cast the head "
+            "to the dtype that the model computes in"
         )
     if labels.shape != hidden.shape[:-1] or (mask is not None and mask.shape != labels.shape):
         raise ValueError(
@@ -66,7 +67,7 @@ def cross_entropy(
         x = jnp.where(real[:, None], x, jnp.zeros((), x.dtype))
         y = jnp.where(real, y, jnp.zeros((), y.dtype))
     size = head.shape[0]
-    losses = _one_block(x, head, y) if size <= block_size else _blocks(x, head, y, block_size)
+    losses: Array = _one_block(x, head, y) if size <= block_size else _blocks(x, head, y, block_size)  # type: ignore
     # A gather would wrap or clip such a label; a sum over blocks would leave it out. Neither may pass for a loss.
     losses = jnp.where((y >= 0) & (y < size), losses, jnp.full((), jnp.nan, losses.dtype))
     if mask is not None:
@@ -89,7 +90,7 @@ def _one_block(x: Float[Array, "R D"], head: Float[Array, "N D"], y: Int[Array, 
 
 
 def _over_blocks(step, carry, head: Float[Array, "N D"], block_size: int):
-    """`step(carry, rows of the head, their first index) -> (carry, out)` over equal blocks, and over what is left at the end.
+    """`step(carry, rows of the head, their first index) -> (carry, out)` over equal blocks, and over what is left.
 
     The blocks are slices of the head where it lies: padding it to a multiple of the block would copy it.
     """
@@ -112,7 +113,9 @@ def _hits(y: Int[Array, " R"], first: Int[Array, ""], size: int) -> Bool[Array, 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocks(x: Float[Array, "R D"], head: Float[Array, "N D"], y: Int[Array, " R"], block_size: int) -> Float[Array, " R"]:
+def _blocks(
+    x: Float[Array, "R D"], head: Float[Array, "N D"], y: Int[Array, " R"], block_size: int
+) -> Float[Array, " R"]:
     return _blocks_forward(x, head, y, block_size)[0]
 
 

@@ -2,9 +2,9 @@
 
     deltanox bench train configs/qwen3_5_nano.toml
 
-Each side runs in a process of its own, one after the other: forward, backward, clipping and AdamW in float32 on batches of
-one shape. Ours is the step that `deltanox train` runs, packed documents and their boundaries included; the peer, whose
-packing needs CUDA, gets rows without boundaries. Its AdamW is PyTorch's fused one.
+Each side runs in a process of its own, one after the other: forward, backward, clipping and AdamW in float32 on
+batches of one shape. Ours is the step that `deltanox train` runs, packed documents and their boundaries included; the
+peer, whose packing needs CUDA, gets rows without boundaries. Its AdamW is PyTorch's fused one.
 """
 
 import argparse
@@ -19,11 +19,19 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one line a side and the ratio. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="deltanox bench train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="deltanox bench train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("config", metavar="CONFIG", help="TOML file of a dense Qwen3.5")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed, after two that are not (default: 10)")
-    parser.add_argument("--rounds", type=int, default=1, help="times that both sides run in turn; the best of each counts (default: 1)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="steps that are timed, after two that are not (default: 10)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="times that both sides run in turn; the best of each counts (default: 1)"
+    )
     parser.add_argument("--side", choices=("both", "deltanox", "transformers"), default="both")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -38,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = _run(side, arguments)
             rates[side].append(result["tokens_per_second"])
             print(
-                f"{side:12s} {result['tokens_per_second']:8.0f} tokens/s   {result['parameters'] / 1e6:.3f} M parameters, batch "
-                f"{result['batch']} x {result['length']}, first step after {result['start']:.1f} s   ({result['versions']})",
+                f"{side:12s} {result['tokens_per_second']:8.0f} tokens/s   {result['parameters'] / 1e6:.3f} M "
+                f"parameters, batch {result['batch']} x {result['length']}, first step after {result['start']:.1f} s   "
+                f"({result['versions']})",
                 flush=True,
             )
     if len(sides) == 2:
@@ -137,7 +146,10 @@ def _transformers(arguments: argparse.Namespace) -> dict[str, Any]:
         linear_value_head_dim=sizes.value_head_size,
         linear_num_key_heads=sizes.num_key_heads,
         linear_num_value_heads=sizes.num_value_heads,
-        full_attention_interval=sizes.full_attention_interval,
+        layer_types=[
+            "linear_attention" if (i + 1) % sizes.full_attention_interval else "full_attention"
+            for i in range(sizes.num_layers)
+        ],
         rms_norm_eps=sizes.eps,
         tie_word_embeddings=sizes.tied_head,
         rope_parameters={

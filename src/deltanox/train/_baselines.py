@@ -1,7 +1,7 @@
 """What a model has to beat: `gzip`, and a Markov model of order two.
 
-Both are measured in bits per byte on the documents that the model is validated on, and like the model they also pay for the
-end of every document.
+Both are measured in bits per byte on the documents that the model is validated on, and like the model they also pay
+for the end of every document.
 """
 
 import gzip
@@ -32,8 +32,8 @@ def markov_bits_per_byte(training: Sequence[Document], validation: Sequence[Docu
 
         P(c | s) = (n(s c) + d(s) P(c | s')) / (n(s) + d(s)),      P(c | nothing) from P = 1 / 257
 
-    A context never seen gives P(c | s'). The 257 symbols are the bytes and the boundary of documents, with which a document's
-    first contexts are filled and which ends it.
+    A context never seen gives P(c | s'). The 257 symbols are the bytes and the boundary of documents, with which a
+    document's first contexts are filled and which ends it.
 
     Source: I. H. Witten, T. C. Bell, The zero-frequency problem, IEEE Transactions on Information Theory 37 (1991).
     """

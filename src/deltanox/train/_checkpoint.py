@@ -1,7 +1,8 @@
 """Checkpoints: a folder with a safetensors file of all arrays and a JSON file of everything else.
 
     step_00000200/arrays.safetensors      parameters, optimiser, step, PRNG key data
-    step_00000200/checkpoint.json         format, step, data position and fingerprint, config, size and hash of the arrays
+    step_00000200/checkpoint.json         format, step, data position and fingerprint, config, size and hash of the
+    arrays
 
 Both are written into a folder beside, flushed to the disk, and the folder is renamed: a name `step_...` stands for a
 complete checkpoint whenever the process is killed, and the one before stays until the new one is there.
@@ -35,7 +36,11 @@ _DTYPES = {
     "F32": np.float32,
     "F64": np.float64,
     "BOOL": np.bool_,
-    **{f"{letter}{bits}": np.dtype(f"{kind}{bits}") for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{
+        f"{letter}{bits}": np.dtype(f"{kind}{bits}")
+        for letter, kind in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
 }
 
 
@@ -49,8 +54,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(directory: str | Path, tree: Any, step: int, record: dict[str, Any], *, keep: int = 2) -> Path:
     """Write the arrays of `tree` and `record` as the checkpoint of `step`, then delete all but the newest `keep`.
 
-    **Arguments**: `directory`, made if it does not exist; `tree`, any PyTree of arrays and PRNG keys (bfloat16 as well); `step`;
-    `record`, values that JSON can hold.
+    **Arguments**: `directory`, made if it does not exist; `tree`, any PyTree of arrays and PRNG keys (bfloat16 as
+    well); `step`; `record`, values that JSON can hold.
 
     **Returns**: the checkpoint's folder.
     """
@@ -116,13 +121,17 @@ def find_checkpoint(directory: str | Path) -> Checkpoint:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ValueError(f"checkpoint: there is no folder `{directory}`; give the folder of a run, such as runs/qwen3_5_nano")
+        raise ValueError(
+            f"checkpoint: there is no folder `{directory}`; give the folder of a run, such as runs/qwen3_5_nano"
+        )
     if (directory / _RECORD).is_file() or _NAME.fullmatch(directory.name):
         return Checkpoint(directory, _read_record(directory))
     for parent in (directory / "checkpoints", directory):
         if parent.is_dir() and (folders := _folders(parent)):
             return Checkpoint(folders[0], _read_record(folders[0]))
-    raise ValueError(f"checkpoint: no checkpoint under `{directory}`; give the folder of a run, or start one without --resume")
+    raise ValueError(
+        f"checkpoint: no checkpoint under `{directory}`; give the folder of a run, or start one without --resume"
+    )
 
 
 def _remedy(folder: Path) -> str:
@@ -137,14 +146,15 @@ def _read_record(folder: Path) -> dict[str, Any]:
         record = json.loads((folder / _RECORD).read_bytes())
     except (OSError, ValueError):
         raise ValueError(
-            f"checkpoint: `{folder}` has no readable {_RECORD}, so it is damaged or of another program; {_remedy(folder)}"
+            f"checkpoint: `{folder}` has no readable {_RECORD}, so it is damaged or of another program; "
+            f"{_remedy(folder)}"
         ) from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"checkpoint: `{folder}` was not written by deltanox; give a folder of `deltanox train`")
     if record.get("version") != VERSION:
         raise ValueError(
-            f"checkpoint: `{folder}` has version {record.get('version')!r} of the format, this deltanox reads {VERSION}; read it "
-            "with the deltanox that wrote it"
+            f"checkpoint: `{folder}` has version {record.get('version')!r} of the format, this deltanox reads "
+            f"{VERSION}; read it with the deltanox that wrote it"
         )
     return record
 
@@ -152,11 +162,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree:
     """The arrays of a checkpoint in the structure of `like`.
 
-    **Arguments**: `checkpoint`; `like`, a tree of arrays or `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape` makes one without
-    memory); `prefix`, where `like` lies inside the tree that was saved, such as ".parameters": only those arrays are looked
-    at. With prefix "" every array of the checkpoint must have its place in `like`.
+    **Arguments**: `checkpoint`; `like`, a tree of arrays or `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape` makes
+    one without memory); `prefix`, where `like` lies inside the tree that was saved, such as ".parameters": only those
+    arrays are looked at. With prefix "" every array of the checkpoint must have its place in `like`.
 
-    **Raises**: `ValueError` for an incomplete or damaged file, and for arrays whose names, shapes or dtypes do not match.
+    **Raises**: `ValueError` for an incomplete or damaged file, and for arrays whose names, shapes or dtypes do not
+    match.
     """
     folder, record = checkpoint
     try:
@@ -169,7 +180,9 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
             f"{record['arrays']['bytes']}; {_remedy(folder)}"
         )
     if hashlib.sha256(data).hexdigest() != record["arrays"]["sha256"]:
-        raise ValueError(f"checkpoint: `{folder / _ARRAYS}` is damaged: its hash is not the recorded one; {_remedy(folder)}")
+        raise ValueError(
+            f"checkpoint: `{folder / _ARRAYS}` is damaged: its hash is not the recorded one; {_remedy(folder)}"
+        )
     stored = {
         name: np.frombuffer(view["data"], _DTYPES[view["dtype"]]).reshape(view["shape"])
         for name, view in safetensors.deserialize(data)
@@ -184,8 +197,8 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
         array, wanted = stored[name], jax.eval_shape(_plain, leaf)
         if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
-                f"checkpoint: in `{folder}` the array `{name}` is {array.dtype.name}{list(array.shape)}, this run needs "
-                f"{wanted.dtype.name}{list(wanted.shape)}: {_MISMATCH}"
+                f"checkpoint: in `{folder}` the array `{name}` is {array.dtype.name}{list(array.shape)}, this run "
+                f"needs {wanted.dtype.name}{list(wanted.shape)}: {_MISMATCH}"
             )
         value = jnp.array(array)  # a copy: the file's bytes go, and a step may overwrite what it is given
         return jax.random.wrap_key_data(value, impl=record["keys"][name]) if name in record["keys"] else value
@@ -193,7 +206,9 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
     tree = jax.tree_util.tree_map_with_path(restore, like)
     unused = [] if prefix else sorted(stored.keys() - used)
     if unused:
-        raise ValueError(f"checkpoint: `{folder}` has an array `{unused[0]}` that this run has no place for: {_MISMATCH}")
+        raise ValueError(
+            f"checkpoint: `{folder}` has an array `{unused[0]}` that this run has no place for: {_MISMATCH}"
+        )
     return tree
 
 

@@ -110,8 +110,8 @@ class TrainConfig:
     - `directory`: where the log, the picture and the checkpoints go; "" for a new folder `runs/<name of the config>`.
     - `checkpoint_every`: steps between checkpoints (one more is written at the end); 0 for the end only.
     - `keep_checkpoints`: how many are kept.
-    - `validate_every`, `validation_batches`: steps between short validations, and their number of batches; 0 for none. The
-      validation at the end always takes the whole validation text.
+    - `validate_every`, `validation_batches`: steps between short validations, and their number of batches; 0 for
+      none. The validation at the end always takes the whole validation text.
     - `sample_tokens`, `sample_prompt`, `sample_temperature`: the text generated at the end; 0 tokens for none.
     """
 
@@ -152,7 +152,7 @@ class Config:
     """A whole run. `model` is the model's own config, a frozen dataclass with a field `vocab_size`."""
 
     model: Any
-    precision: Precision = Precision()
+    precision: Precision = Precision()  # noqa: RUF009 (frozen)
     implementation: Implementation = "auto"
     data: DataConfig = DataConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
@@ -161,13 +161,13 @@ class Config:
     def __post_init__(self):
         if self.model.vocab_size < VOCABULARY_SIZE:
             raise ValueError(
-                f"config: model.vocab_size must be at least {VOCABULARY_SIZE} (the bytes and the boundary of documents), but "
+                f"config: model.vocab_size must be at least {VOCABULARY_SIZE} (the bytes and a boundary), but "
                 f"it is {self.model.vocab_size}"
             )
         if self.optimiser.warmup_steps >= self.train.steps:
             raise ValueError(
-                f"config: optimiser.warmup_steps must be below train.steps, but they are {self.optimiser.warmup_steps} and "
-                f"{self.train.steps}"
+                f"config: optimiser.warmup_steps must be below train.steps, but they are "
+                f"{self.optimiser.warmup_steps} and {self.train.steps}"
             )
 
 
@@ -177,14 +177,16 @@ _SECTIONS = {"precision": Precision, "data": DataConfig, "optimiser": OptimiserC
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, model_type: type | None = None) -> Config:
     """The TOML file at `path`, with `overrides` such as "model.num_layers=4" or "data.seed=1" on top of it.
 
-    The value of an override is written as in TOML; what is not TOML is taken as a string. `model_type` is the dataclass of
-    the section [model], `Qwen3_5Config` where it is None.
+    The value of an override is written as in TOML; what is not TOML is taken as a string. `model_type` is the
+    dataclass of the section [model], `Qwen3_5Config` where it is None.
 
     **Raises**: `ValueError` for a file that is missing or no TOML, unknown sections and keys, and wrong values.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"config: there is no file `{path}`; give the path of a TOML file, such as configs/qwen3_5_nano.toml")
+        raise ValueError(
+            f"config: there is no file `{path}`; give the path of a TOML file, such as configs/qwen3_5_nano.toml"
+        )
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -226,14 +228,14 @@ def config_from_dict(table: Mapping[str, Any], *, model_type: type | None = None
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Nested tables of plain values, which JSON can hold and `config_from_dict` reads."""
 
-    def plain(value):
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    def plain(value: Any) -> Any:
+        if hasattr(value, "__dataclass_fields__"):
             return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         if isinstance(value, (tuple, list)):
             return [plain(item) for item in value]
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        return value.name  # a dtype
+        return str(value.name)  # a dtype
 
     return plain(config)
 
@@ -241,15 +243,21 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 # What may change between a run and its resumption: it has no influence on the parameters.
 _FREE = frozenset(
     f"train.{name}"
-    for name in (
-        "directory checkpoint_every keep_checkpoints validate_every validation_batches sample_tokens sample_prompt "
-        "sample_temperature"
-    ).split()
+    for name in [
+        "directory",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "validate_every",
+        "validation_batches",
+        "sample_tokens",
+        "sample_prompt",
+        "sample_temperature",
+    ]
 ) | {"data.validation_bytes"}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The settings that differ between two dictionaries of `config_to_dict` and matter to the parameters, as sentences."""
+    """The settings that differ between two results of `config_to_dict` and matter to the parameters, as sentences."""
     a, b = dict(_flatten(old)), dict(_flatten(new))
     missing = object()
     return [
@@ -316,7 +324,7 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
-    """`value` as `hint` wants it: numbers may be written as integers, tuples are written as lists. Nothing else is converted."""
+    """`value` as `hint` wants it: numbers may be written as integers, tuples are written as lists, and that is all."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(hint)
@@ -336,7 +344,9 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
             return value
         near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], 1)
         hint_text = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"config: {name} must be one of {', '.join(map(repr, choices))}, but it is {value!r}{hint_text}")
+        raise ValueError(
+            f"config: {name} must be one of {', '.join(map(repr, choices))}, but it is {value!r}{hint_text}"
+        )
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"config: {name} must be a list, but it is {value!r}")

@@ -1,17 +1,17 @@
-"""Text as rows of tokens: documents, their split into training and validation, packing, and the order of a training run.
+"""Text as rows of tokens: documents, their split into training and validation, packing, and the order of a run.
 
-A token is a byte, 0 to 255; one more, `BOUNDARY` (256), stands before the first byte of a document as input and after its
-last byte as label. A document of n bytes is therefore n + 1 pairs of input and label,
+A token is a byte, 0 to 255; one more, `BOUNDARY` (256), stands before the first byte of a document as input and after
+its last byte as label. A document of n bytes is therefore n + 1 pairs of input and label,
 
     input  256 b1 b2 ... bn
     label   b1 b2 ... bn 256
 
-Documents are laid end to end and the stream is cut into rows of T tokens. A pair belongs to one document, so no label ever
-crosses into the next, and each byte is predicted exactly once. What is left of a document at the end of a row continues in
-another row as a segment of its own (without the state of the part before it).
+Documents are laid end to end and the stream is cut into rows of T tokens. A pair belongs to one document, so no label
+ever crosses into the next, and each byte is predicted exactly once. What is left of a document at the end of a row
+continues in another row as a segment of its own (without the state of the part before it).
 
-The order of documents and rows is a pure function of the seed and of the number of the epoch. Where a run is in its data is
-one small record, `DataPosition`: a run that is resumed reads the same rows as one that was never stopped.
+The order of documents and rows is a pure function of the seed and of the number of the epoch. Where a run is in its
+data is one small record, `DataPosition`: a run that is resumed reads the same rows as one that was never stopped.
 """
 
 import dataclasses
@@ -86,7 +86,8 @@ def read_documents(paths: Sequence[str | Path]) -> list[Document]:
             document.data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"text: `{document.name}` is not UTF-8 ({error.reason} at byte {error.start}); convert it or leave it out"
+                f"text: `{document.name}` is not UTF-8 ({error.reason} at byte {error.start}); convert it or "
+                "leave it out"
             ) from None
     documents = [document for document in documents if document.data]
     if not documents:
@@ -133,8 +134,8 @@ def split_documents(
         part = "training" if not training else "validation"
         raise ValueError(
             f"data: no document is left for {part}: {len(documents)} documents, {len(held_out)} of them held out by "
-            f"data.validation_fraction = {validation_fraction} (data.validation_bytes = {validation_bytes}); change these "
-            "or give more files"
+            f"data.validation_fraction = {validation_fraction} (data.validation_bytes = {validation_bytes}); change "
+            "these or give more files"
         )
     return training, validation
 
@@ -180,7 +181,8 @@ class _Stream:
 
 
 def _permutation(size: int, *seed: int) -> np.ndarray:
-    # Raw bits of a counter-based generator: unlike `Generator.permutation` they are promised to be the same in every NumPy.
+    # Raw bits of a counter-based generator: unlike `Generator.permutation` they are promised to be the same in every
+    # NumPy.
     bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(size)
     return np.argsort(bits, kind="stable")
 
@@ -189,9 +191,9 @@ def _permutation(size: int, *seed: int) -> np.ndarray:
 class TrainingData:
     """Endless batches of full rows in an order that depends on `seed` alone.
 
-    **Arguments**: `documents`, the rows' length `row_length` in tokens, the number `batch_size` of rows in a batch, `seed`.
-    Every epoch shuffles the documents, cuts other rows out of the new stream, and shuffles these. The few tokens that do not
-    fill a row, and the few rows that do not fill a batch, are left out of that epoch.
+    **Arguments**: `documents`, the rows' length `row_length` in tokens, the number `batch_size` of rows in a batch,
+    `seed`. Every epoch shuffles the documents, cuts other rows out of the new stream, and shuffles these. The few
+    tokens that do not fill a row, and the few rows that do not fill a batch, are left out of that epoch.
 
     **Raises**: `ValueError` if the text does not fill one batch.
     """
@@ -207,8 +209,8 @@ class TrainingData:
         self.batches_per_epoch = tokens // self.row_length // self.batch_size
         if self.batches_per_epoch == 0:
             raise ValueError(
-                f"data: the training text must fill a batch of {self.batch_size} rows of {self.row_length} tokens; it has "
-                f"{tokens} tokens: give more text, or lower data.batch_size or data.row_length"
+                f"data: the training text must fill a batch of {self.batch_size} rows of {self.row_length} tokens; it "
+                f"has {tokens} tokens: give more text, or lower data.batch_size or data.row_length"
             )
 
     def __call__(self, position: DataPosition) -> tuple[Batch, DataPosition]:

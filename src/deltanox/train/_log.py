@@ -20,7 +20,8 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
 class Log:
     """Appends records to the file `path`. On a resumption, what was logged after `step` is cut off first.
 
-    Floats are written so that reading gives the same bits; NaN and infinity as JSON's common extension `NaN`, `Infinity`.
+    Floats are written so that reading gives the same bits; NaN and infinity as JSON's common extension `NaN`,
+    `Infinity`.
     """
 
     def __init__(self, path: str | Path, *, step: int = 0):
@@ -30,7 +31,7 @@ class Log:
         writing = path.with_name(path.name + ".writing")
         writing.write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
         os.replace(writing, path)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
 
     def write(self, **record: Any) -> None:
         self._file.write(json.dumps(record) + "\n")

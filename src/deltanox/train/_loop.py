@@ -1,4 +1,4 @@
-"""The training loop: from a config to a trained model, with a log, checkpoints, a picture and a word on what it is worth."""
+"""The training loop: from a config to a trained model, with a log, checkpoints, a picture and what it is worth."""
 
 import itertools
 import math
@@ -31,8 +31,8 @@ from deltanox.train._optimiser import learning_rate_schedule, make_optimiser
 from deltanox.train._plot import plot_losses
 from deltanox.train._step import Metrics, init_state, make_evaluation, make_step
 
-# Steps whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the queue, and
-# the batches in it, would grow without limit.
+# Steps whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the
+# queue, and the batches in it, would grow without limit.
 _LAG = 2
 
 
@@ -41,7 +41,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class Result(NamedTuple):
-    """What a run ended with: its folder, the model, and bits per byte on the validation text, its own and the baselines'."""
+    """What a run ends with: its folder, the model, and bits per byte on the validation text, its own and others'."""
 
     directory: Path
     model: Any
@@ -74,8 +74,8 @@ def train(
 
     - `config`: see `read_config`.
     - `text`: files and folders; none for the standard library's sources (on a resumption: for the text of that run).
-    - `resume`: the folder of a run, which goes on from its newest checkpoint. Its losses are bit for bit those of a run that
-      was never stopped (same machine, same versions).
+    - `resume`: the folder of a run, which goes on from its newest checkpoint. Its losses are bit for bit those of a
+      run that was never stopped (same machine, same versions).
     - `name`: of the folder under `runs/`, where the config gives no directory.
     - `make_model`: `(config, key) -> model`, another model than the config's own.
     - `sample`: `(model, config, key) -> text`, called at the end.
@@ -90,8 +90,8 @@ def train(
         changed = differences(checkpoint.record["config"], config_to_dict(config))
         if changed:
             raise ValueError(
-                f"checkpoint: `{checkpoint.folder}` was written with another config ({'; '.join(changed)}); resume with the "
-                "config it was written with, or start a new run"
+                f"checkpoint: `{checkpoint.folder}` was written with another config ({'; '.join(changed)}); resume "
+                "with the config it was written with, or start a new run"
             )
         text = text or checkpoint.record["data"]["text"]
     documents = read_documents(text) if text else standard_library()
@@ -122,11 +122,14 @@ def train(
     size = sum(x.size for x in jax.tree.leaves(state.parameters))
     epoch_steps = data.batches_per_epoch / config.train.accumulation
     say(
-        f"{size / 1e6:.2f} M parameters; {num_bytes(training) / 1e6:.2f} MB of text for training in {len(training)} files, "
-        f"{num_bytes(validation) / 1e6:.2f} MB for validation in {len(validation)}; "
+        f"{size / 1e6:.2f} M parameters; {num_bytes(training) / 1e6:.2f} MB of text for training "
+        f"in {len(training)} files, {num_bytes(validation) / 1e6:.2f} MB for validation in {len(validation)}; "
         f"{config.train.steps} steps are {config.train.steps / epoch_steps:.2f} epochs; {directory}"
     )
-    baselines = {"gzip -9": gzip_bits_per_byte(validation), "Markov, order 2": markov_bits_per_byte(training, validation)}
+    baselines = {
+        "gzip -9": gzip_bits_per_byte(validation),
+        "Markov, order 2": markov_bits_per_byte(training, validation),
+    }
 
     def save(step: int) -> None:
         save_checkpoint(
@@ -239,9 +242,10 @@ class _Report:
             if not math.isfinite(values[name]):
                 left = find_checkpoint(self.directory)
                 raise TrainingDiverged(
-                    f"{name.replace('_', ' ')} is {values[name]} at step {step}; the run stops, and the last good checkpoint is "
-                    f"`{left.folder}` (step {left.record['step']}): resume from it is exact and would end here again, so start a "
-                    "run with a lower optimiser.learning_rate, a longer warm-up or a smaller optimiser.clip_norm"
+                    f"{name.replace('_', ' ')} is {values[name]} at step {step}; the run stops, and the last good "
+                    f"checkpoint is `{left.folder}` (step {left.record['step']}): resume from it is exact and "
+                    "would end here again, so start a run with a lower optimiser.learning_rate, a longer warm-up or a "
+                    "smaller optimiser.clip_norm"
                 )
 
 
@@ -250,14 +254,14 @@ def _find(resume: str | Path) -> Checkpoint:
     newest = find_checkpoint(checkpoint.folder.parent)
     if newest.folder != checkpoint.folder:
         raise ValueError(
-            f"checkpoint: `{newest.folder.name}` is newer than `{checkpoint.folder}`; give the run's folder, or delete the newer "
-            "checkpoints first"
+            f"checkpoint: `{newest.folder.name}` is newer than `{checkpoint.folder}`; give the run's folder, or "
+            "delete the newer checkpoints first"
         )
     return checkpoint
 
 
 def _directory(config: Config, name: str) -> Path:
-    """The folder of a new run: the config's, which must be new or empty, or the first of runs/name, runs/name-2 ... that is."""
+    """The folder of a new run: the config's, which must be new or empty, or the first such of runs/name, name-2 ..."""
 
     def free(path: Path) -> bool:
         return not path.exists() or (path.is_dir() and not any(path.iterdir()))
@@ -265,7 +269,9 @@ def _directory(config: Config, name: str) -> Path:
     if config.train.directory:
         path = Path(config.train.directory)
         if not free(path):
-            raise ValueError(f"train.directory: `{path}` holds files already; resume with --resume {path}, or give another folder")
+            raise ValueError(
+                f"train.directory: `{path}` holds files already; resume with --resume {path}, or give another folder"
+            )
         return path
     names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
     return next(path for path in (Path("runs", name) for name in names) if free(path))

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..ops.cross_entropy import cross_entropy
 from deltanox.train._data import BOUNDARY, Batch
+
+from ..ops.cross_entropy import cross_entropy
 
 
 class LossSums(NamedTuple):
@@ -36,12 +37,14 @@ def next_token_loss(model: Any, batch: Batch, *, block_size: int = 8192) -> Loss
         return hidden, stats
 
     hidden, stats = jax.vmap(row)(batch.tokens, batch.segment_ids, batch.mask)
+    labels = jnp.asarray(batch.labels)
+    mask = None if batch.mask is None else jnp.asarray(batch.mask)
     matrix = model.head_weight.astype(hidden.dtype)
-    nats = cross_entropy(hidden, matrix, batch.labels, mask=batch.mask, block_size=block_size).sum()
-    real = jnp.ones(batch.labels.shape, bool) if batch.mask is None else batch.mask
+    nats = cross_entropy(hidden, matrix, labels, mask=mask, block_size=block_size).sum()
+    real = jnp.ones(labels.shape, bool) if mask is None else mask
     return LossSums(
         nats=nats.astype(jnp.float32),
         tokens=real.sum(dtype=jnp.int32),
-        bytes=(real & (batch.labels != BOUNDARY)).sum(dtype=jnp.int32),
+        bytes=(real & (labels != BOUNDARY)).sum(dtype=jnp.int32),
         router=jax.tree.map(lambda x: x.sum(axis=0), stats),
     )

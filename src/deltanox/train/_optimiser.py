@@ -1,6 +1,6 @@
 """AdamW as language models are trained with it."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -36,9 +36,9 @@ def decay_mask(model: Tree) -> Tree:
     | | taps of the convolution |
     | | `A_log` and `dt_bias`: decay would pull every head to one memory |
 
-    The rule goes by the type of the layer and not by the number of axes: in a stack of layers a norm's weight is a matrix.
-    Taps (four a channel) and embeddings (rows of rare tokens have gradients in few steps, and would shrink in all others) are
-    left out on purpose. An array of a type unknown here doesn't decay.
+    The rule goes by the type of the layer and not by the number of axes: in a stack of layers a norm's weight is a
+    matrix. Taps (four a channel) and embeddings (rows of rare tokens have gradients in few steps, and would shrink in
+    all others) are left out on purpose. An array of a type unknown here doesn't decay.
     """
 
     def inside(path, node):
@@ -49,7 +49,7 @@ def decay_mask(model: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(inside, model, is_leaf=lambda node: isinstance(node, eqx.nn.Linear))
 
 
-def make_optimiser(config: OptimiserConfig, steps: int, parameters: Tree) -> optax.GradientTransformation:
+def make_optimiser(config: OptimiserConfig, steps: int, parameters: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW. `parameters` is the tree of arrays that will be updated.
 
     The moments have the dtype of the parameters.

@@ -24,7 +24,9 @@ def load_model(directory: str | Path) -> HybridLM:
     """
     checkpoint = find_checkpoint(directory)
     config = config_from_dict(checkpoint.record["config"])
-    skeleton = eqx.filter_eval_shape(lambda key: config.precision.cast_parameters(default_model(config, key)), jax.random.key(0))
+    skeleton = eqx.filter_eval_shape(
+        lambda key: config.precision.cast_parameters(default_model(config, key)), jax.random.key(0)
+    )
     parameters, static = eqx.partition(skeleton, _is_floating)
     return config.precision.cast_compute(eqx.combine(load_arrays(checkpoint, parameters, prefix=".parameters"), static))
 
@@ -43,7 +45,7 @@ def stream_text(
     top_p: float = 1.0,
     seed: int | PRNGKeyArray = 0,
 ) -> Iterator[str]:
-    """Text that continues `prompt` as the beginning of a document, piece by piece, up to `max_tokens` bytes or the document's end.
+    """Text that continues `prompt` as the beginning of a document: up to `max_tokens` bytes, or to the document's end.
 
     Bytes that are no UTF-8 come out as the replacement character U+FFFD.
 
@@ -71,6 +73,10 @@ def sample_text(model: HybridLM, config: Config, key: PRNGKeyArray) -> str:
     """The prompt and the text of a config's sample, as the loop prints it at the end."""
     settings = config.train
     pieces = stream_text(
-        model, settings.sample_prompt, max_tokens=settings.sample_tokens, temperature=settings.sample_temperature, seed=key
+        model,
+        settings.sample_prompt,
+        max_tokens=settings.sample_tokens,
+        temperature=settings.sample_temperature,
+        seed=key,
     )
     return f"sample after {settings.sample_prompt!r}:\n{settings.sample_prompt}{''.join(pieces)}"

@@ -66,8 +66,8 @@ def make_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
 
-    The arrays of `batch` are [A B T]: the gradients of A batches of B rows are summed, and the update is that of one batch
-    of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
+    The arrays of `batch` are [A B T]: the gradients of A batches of B rows are summed, and the update is that of one
+    batch of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
 
     **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
     `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them.

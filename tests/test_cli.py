@@ -1,0 +1,130 @@
+"""The command line: sentences for wrong use, and one small run from text to text."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deltanox
+from deltanox.cli import main
+from deltanox.train import BOUNDARY, find_checkpoint, read_log
+from deltanox.train._sample import _decode
+
+CONFIG = """
+[model]
+vocab_size = 257
+embed_size = 16
+num_layers = 2
+full_attention_interval = 2
+mlp_size = 16
+num_key_heads = 1
+num_value_heads = 2
+key_head_size = 8
+value_head_size = 4
+num_heads = 2
+num_kv_heads = 1
+head_size = 8
+tied_head = true
+[data]
+row_length = 32
+batch_size = 2
+validation_fraction = 0.3
+[optimiser]
+warmup_steps = 1
+[train]
+steps = 4
+checkpoint_every = 2
+sample_tokens = 5
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG)
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"file {i} " * 9)
+    return str(path)
+
+
+def test_help_imports_nothing_heavy():
+    program = """
+import sys, deltanox.cli
+try:
+    deltanox.cli.main(["--help"])
+except SystemExit:
+    pass
+print("heavy", *({"deltanox.train", "optax", "matplotlib", "tqdm"} & set(sys.modules)))
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(deltanox.__file__).parents[1]), "PATH": "", "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("train", "generate", "bench"):
+        assert command in done.stdout
+    assert done.stdout.rstrip().endswith("heavy")
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (
+            ["train"],
+            "deltanox: train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume",
+        ),
+        (["train", "none.toml"], "deltanox: config: there is no file `none.toml`"),
+        (["train", "small.toml", "--set", "model.depth=4"], "deltanox: config: there is no `model.depth`; "),
+        (["train", "small.toml", "--text", "nowhere"], "deltanox: text: `nowhere` is neither a file nor a folder"),
+        (["train", "--resume", "nowhere"], "deltanox: checkpoint: there is no folder `nowhere`"),
+        (["generate", "text"], "deltanox: checkpoint: no checkpoint under `text`"),
+    ],
+)
+def test_wrong_use_is_one_sentence(config, capsys, arguments, sentence):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(sentence) and error.count("\n") == 1
+
+
+def test_bytes_become_text_as_soon_as_they_are_characters():
+    tokens = [ord("a"), 0xC3, 0xA4, 0xFF, ord("b"), 300, 0xE2, 0x82, BOUNDARY, ord("z")]
+    assert list(_decode(iter(tokens))) == ["a", "ä", "\ufffd", "b", "\ufffd", "\ufffd"]
+
+
+@pytest.mark.slow
+def test_train_resume_generate(config, capsys):
+    assert main(["train", config, "--text", "text", "--set", "train.steps=4"]) == 0
+    first = capsys.readouterr().out
+    run = Path("runs/small")
+    assert "validation, bits per byte: model" in first and "sample after 'def ':\ndef " in first
+    assert find_checkpoint(run).record["step"] == 4
+    losses = [r["loss"] for r in read_log(run / "log.jsonl") if "loss" in r]
+
+    # Another run of the same config gets a folder of its own, and the same losses.
+    assert main(["train", config, "--text", "text"]) == 0
+    assert [r["loss"] for r in read_log("runs/small-2/log.jsonl") if "loss" in r] == losses
+
+    # Resumed from its own config and text, after a loss of the newest checkpoint.
+    for path in find_checkpoint(run).folder.iterdir():
+        path.unlink()
+    find_checkpoint(run / "checkpoints" / "step_00000002")
+    (run / "checkpoints" / "step_00000004").rmdir()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [r["loss"] for r in read_log(run / "log.jsonl") if "loss" in r] == losses
+    assert main(["train", "--resume", str(run), "--set", "optimiser.learning_rate=0.1"]) == 2
+    assert "optimiser.learning_rate was 0.001 and is 0.1" in capsys.readouterr().err
+
+    generate = f"generate {run} --prompt ab --max-tokens 6 --temperature 0.9 --top-k 5 --seed 3".split()
+    assert main(generate) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ab")
+    assert main(generate) == 0
+    assert capsys.readouterr().out == text
+    assert main(["generate", str(run), "--top-p", "2"]) == 2
+    assert "`top_p` must be above 0 and at most 1" in capsys.readouterr().err
