@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,13 @@ def test_values_defaults_and_overrides(path):
     assert config.optimiser.weight_decay == 0.0 and isinstance(config.optimiser.weight_decay, float)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.data.seed = 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_nano", "qwen3_5_tiny"])
+def test_the_configs_of_the_repository(name):
+    config = read_config(Path(__file__).parents[2] / "configs" / f"{name}.toml")
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    assert config.precision.parameter.name == "float32"
 
 
 def test_through_json_and_back(path):

@@ -191,7 +191,7 @@ def test_interrupted_and_resumed_is_bit_equal(tmp_path, text, monkeypatch):
 def test_resuming_with_something_else_is_refused(tmp_path, text):
     config = tiny_config(tmp_path / "run", steps=6)
     run(config, text)
-    with pytest.raises(ValueError, match=r"train.directory: `.*run` holds files already; resume with --resume"):
+    with pytest.raises(ValueError, match=r"train.directory: `.*run` holds a run already; resume with --resume"):
         run(config, text)
     with pytest.raises(ValueError, match=r"another config \(train.steps was 6 and is 7\)"):
         run(tiny_config(tmp_path / "run", steps=7), text, resume=tmp_path / "run")
@@ -201,6 +201,12 @@ def test_resuming_with_something_else_is_refused(tmp_path, text):
     (text / "more.txt").write_text("more")
     with pytest.raises(ValueError, match="was written on other text than what is under"):
         train(config, resume=tmp_path / "run", make_model=make_tiny, say=said.append, progress=False)
+
+
+def test_a_folder_left_by_a_run_that_never_began_is_taken(tmp_path, text):
+    (tmp_path / "run" / "checkpoints" / ".writing_1").mkdir(parents=True)
+    result, _ = run(tiny_config(tmp_path / "run", steps=6), text)
+    assert {path.name for path in (result.directory / "checkpoints").iterdir()} == {"step_00000000", "step_00000006"}
 
 
 def test_an_older_checkpoint_beside_newer_ones_is_refused(tmp_path, text):

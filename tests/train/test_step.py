@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from deltanox.models import Qwen3_5Config, qwen3_5
 from deltanox.precision import Precision
 from deltanox.train import (
     Batch,
@@ -92,6 +93,41 @@ def test_decay_mask_goes_by_layer(getkey):
     decayed = {jax.tree_util.keystr(path) for path, value in jax.tree_util.tree_leaves_with_path(mask) if value}
     assert decayed == {".layers.proj.weight", ".layers.experts_down", ".head"}
     assert decay_mask(Model(jnp.ones((7, 3)), layers, None)).head is None
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_decay_mask_of_the_models(experts, getkey):
+    sizes = dict(
+        vocab_size=257, embed_size=8, num_layers=4, num_key_heads=1, num_value_heads=2, num_heads=2, num_kv_heads=1
+    )
+    sizes |= dict(num_experts=4, top_k=2, expert_size=8, shared_size=8) if experts else dict(mlp_size=8)
+    model = eqx.filter_eval_shape(qwen3_5, Qwen3_5Config(**sizes, tied_head=bool(experts)), key=getkey())
+    names = {True: set(), False: set()}
+    for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(model)):
+        name = jax.tree_util.keystr(path).split("mixer.")[-1].split("mlp.")[-1]
+        names[decays].add("norm" if name.endswith("norm.weight") else name)
+    projections = {
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "out_proj",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+    if experts:
+        projections |= {"gate", "shared_expert_gate"} | {
+            f"shared_expert.{part}_proj" for part in ("gate", "up", "down")
+        }
+        matrices = {".experts_gate_up", ".experts_down"}
+    else:
+        projections |= {"gate_proj", "up_proj", "down_proj"}
+        matrices = {".head"}
+    matrices = {name.removeprefix(".") if experts else name for name in matrices}
+    assert names[True] == {f"{name}.weight" for name in projections} | matrices
+    assert names[False] == {".embedding", "norm", "A_log", "dt_bias", "conv.weight"}
 
 
 def test_weight_decay_and_clipping():

@@ -261,16 +261,16 @@ def _find(resume: str | Path) -> Checkpoint:
 
 
 def _directory(config: Config, name: str) -> Path:
-    """The folder of a new run: the config's, which must be new or empty, or the first such of runs/name, name-2 ..."""
+    """The folder of a new run: the config's, where no run may be yet, or the first such of runs/name, runs/name-2 ..."""
 
     def free(path: Path) -> bool:
-        return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        return not (path / "log.jsonl").exists() and not any(path.glob("checkpoints/step_*"))
 
     if config.train.directory:
         path = Path(config.train.directory)
         if not free(path):
             raise ValueError(
-                f"train.directory: `{path}` holds files already; resume with --resume {path}, or give another folder"
+                f"train.directory: `{path}` holds a run already; resume with --resume {path}, or give another folder"
             )
         return path
     names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
