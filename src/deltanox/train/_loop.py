@@ -261,7 +261,7 @@ def _find(resume: str | Path) -> Checkpoint:
 
 
 def _directory(config: Config, name: str) -> Path:
-    """The folder of a new run: the config's, where no run may be yet, or the first such of runs/name, runs/name-2 ..."""
+    """The folder of a new run: the config's, where no run may be, or the first such of runs/name, runs/name-2 ..."""
 
     def free(path: Path) -> bool:
         return not (path / "log.jsonl").exists() and not any(path.glob("checkpoints/step_*"))
