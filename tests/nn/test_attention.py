@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from deltanox.nn import GatedAttention, KVCache
 from helpers import TOLERANCE, rel
 
@@ -28,7 +29,10 @@ def run(layer, x, state=None, **more):
 
 def by_hand(layer, x, positions=None, rot=ROT, theta=100.0):
     """One unpadded sequence, in float64."""
-    w = {name: np.asarray(getattr(layer, name).weight, np.float64) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+    w = {
+        name: np.asarray(getattr(layer, name).weight, np.float64)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    }
     x = np.asarray(x, np.float64)
     T, n, m, hd = x.shape[0], layer.num_heads, layer.num_kv_heads, layer.head_size
     positions = np.arange(T) if positions is None else np.asarray(positions)
@@ -129,7 +133,8 @@ def test_prefill_in_pieces_and_decode_equal_one_pass(getkey, case, sizes):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_pieces_equal_one_pass(getkey, masked):
-    """Pieces that end on a border carry the border in an id that goes on: the piece begins with the last piece's last id."""
+    """Pieces that end on a border carry the border in an id that goes on: the piece begins with the last piece's last
+    id."""
     layer, x = make(getkey()), jax.random.normal(getkey(), (T, D))
     mask = (jnp.arange(T) % 4 != 2) if masked else None
     want, whole = run(layer, x, segment_ids=PACKED, mask=mask)
@@ -196,7 +201,9 @@ def test_documents_never_meet(getkey):
     y = run(layer, x, segment_ids=PACKED)[0]
     other = run(layer, x.at[:6].set(jax.random.normal(getkey(), (6, D))), segment_ids=PACKED)[0]
     assert np.array_equal(np.asarray(y[6:]), np.asarray(other[6:]))
-    gradient = eqx.filter_jit(eqx.filter_grad(lambda x, l: jnp.sum(jnp.sin(l(x, segment_ids=PACKED)[0][6:9]))))(x, layer)
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda x, l: jnp.sum(jnp.sin(l(x, segment_ids=PACKED)[0][6:9]))))(
+        x, layer
+    )
     assert np.all(np.asarray(gradient[:6]) == 0)
     assert np.all(np.asarray(gradient[9:]) == 0)
     assert np.any(np.asarray(gradient[6:9]) != 0)
@@ -266,7 +273,9 @@ def test_cache_in_a_narrower_dtype(getkey):
 
 
 def test_initialisation(getkey):
-    layer = GatedAttention(64, num_heads=8, num_kv_heads=2, head_size=16, rotary_size=4, dtype=jnp.bfloat16, key=getkey())
+    layer = GatedAttention(
+        64, num_heads=8, num_kv_heads=2, head_size=16, rotary_size=4, dtype=jnp.bfloat16, key=getkey()
+    )
     assert layer.q_proj.weight.shape == (8 * 16 * 2, 64)
     assert layer.k_proj.weight.shape == layer.v_proj.weight.shape == (2 * 16, 64)
     assert layer.o_proj.weight.shape == (64, 8 * 16)

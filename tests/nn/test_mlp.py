@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from deltanox.nn import SwiGLU, apply_linear, linear
 from helpers import TOLERANCE, rel
 

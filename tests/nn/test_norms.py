@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from deltanox.nn import GatedRMSNorm, RMSNorm
 from helpers import rel
 
@@ -52,7 +53,8 @@ def test_gated_norm_in_closed_form():
 
 
 def test_scale_of_epsilon(getkey):
-    """Small rows: ε is inside the root and added to the mean square. One row of zeros stays zero, with a finite gradient."""
+    """Small rows: ε is inside the root and added to the mean square. One row of zeros stays zero, with a finite
+    gradient."""
     x = jax.random.normal(getkey(), (5, 16)) * jnp.asarray([1, 0.1, 1e-2, 1e-3, 0])[:, None]
     for a, b in zip(np.asarray(RMSNorm(16)(x)), normalised(x, 1e-6)):
         assert rel(a, b) < 1e-6

@@ -28,7 +28,9 @@ calls = dict(
     rotary_float=lambda: RotaryEmbedding(4)(jnp.zeros((3,))),
     swapped=lambda: causal_attention(jnp.zeros((6, 9, 4)), jnp.zeros((2, 9, 4)), jnp.zeros((2, 9, 4))),
     integers=lambda: causal_attention(*[jnp.zeros((9, 2, 4), jnp.int32)] * 3),
-    experts=lambda: expert_mlp(jnp.zeros((3, 8)), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)), *[jnp.zeros((4, 8, 8))] * 2),
+    experts=lambda: expert_mlp(
+        jnp.zeros((3, 8)), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)), *[jnp.zeros((4, 8, 8))] * 2
+    ),
 )
 for name, call in calls.items():
     try:
@@ -57,7 +59,9 @@ WORDS = {
 def test_sentences_without_the_checker():
     source = pathlib.Path(__file__).parents[2] / "src"
     environment = dict(os.environ, PYTHONPATH=str(source), JAX_PLATFORMS="cpu")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     said = dict(line.split(" | ", 1) for line in done.stdout.splitlines() if " | " in line)
     for name, words in WORDS.items():

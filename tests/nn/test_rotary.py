@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from deltanox.nn import RotaryEmbedding, apply_rotary
 from helpers import rel
 
@@ -85,9 +86,11 @@ def test_bfloat16_is_rounded_once(getkey):
     assert np.array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
-@pytest.mark.parametrize("size, sections", [(7, None), (0, None), (64, (11, 11, 11)), (64, (32, 16, 16)), (16, (2, 4, 2))])
+@pytest.mark.parametrize(
+    "size, sections", [(7, None), (0, None), (64, (11, 11, 11)), (64, (32, 16, 16)), (16, (2, 4, 2))]
+)
 def test_sizes_and_sections_that_do_not_fit_are_refused(size, sections):
-    with pytest.raises(ValueError, match="`size` must be even|`sections` must add up"):
+    with pytest.raises(ValueError, match=r"`size` must be even|`sections` must add up"):
         RotaryEmbedding(size, sections=sections)
 
 

@@ -1,14 +1,16 @@
 """Causal attention against a loop over queries in float64 numpy, dense and in blocks."""
 
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
+
 from deltanox.ops.attention import attention_segments, causal_attention
 from helpers import TOLERANCE, rel
-
 
 run = jax.jit(causal_attention, static_argnames=("block_size", "scale"))
 
@@ -158,7 +160,9 @@ def test_large_scores(getkey, block_size):
     q = q * 1e4
     got = run(q, k, v, block_size=block_size)
     assert rel(got, by_hand(q, k, v)) < 1e-5
-    loss = jax.jit(jax.grad(lambda q, k, v: jnp.sum(causal_attention(q, k, v, block_size=block_size)), argnums=(0, 1, 2)))
+    loss = jax.jit(
+        jax.grad(lambda q, k, v: jnp.sum(causal_attention(q, k, v, block_size=block_size)), argnums=(0, 1, 2))
+    )
     grads = loss(q, k, v)
     assert all(np.all(np.isfinite(np.asarray(g))) for g in grads)
 
@@ -170,7 +174,9 @@ def test_narrow_dtypes(getkey, dtype, block_size):
     got = run(q, k, v, block_size=block_size)
     assert got.dtype == jnp.dtype(dtype)
     assert rel(got, by_hand(q, k, v)) < TOLERANCE[dtype]["value"]
-    grads = jax.grad(lambda q, k, v: jnp.sum(causal_attention(q, k, v, block_size=block_size).astype(jnp.float32)), (0, 1, 2))
+    grads = jax.grad(
+        lambda q, k, v: jnp.sum(causal_attention(q, k, v, block_size=block_size).astype(jnp.float32)), (0, 1, 2)
+    )
     assert [g.dtype for g in jax.eval_shape(grads, q, k, v)] == [jnp.dtype(dtype)] * 3
 
 
@@ -201,11 +207,9 @@ def test_memory_does_not_grow_with_the_square():
 def test_refusals(change, words):
     shapes = dict(q=(9, 4, 4), k=(9, 2, 4), v=(9, 2, 4)) | change
     args = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    with pytest.raises(Exception) as info:
+    # the checker speaks first where two axes of one letter differ; tests/nn/test_refusals.py reads our own sentences
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match="|".join(map(re.escape, words))):
         causal_attention(**args)
-    if "jaxtyping" not in type(info.value).__module__:
-        assert isinstance(info.value, ValueError)
-        assert all(word in str(info.value) for word in words), str(info.value)
 
 
 def test_one_kind_of_segments_is_refused():
@@ -215,7 +219,8 @@ def test_one_kind_of_segments_is_refused():
 
 
 def test_the_platform_chooses_the_blocks(getkey):
-    """Without a block size: 300 queries go through blocks, mapped and differentiated, and a TPU program can be lowered on a CPU."""
+    """Without a block size: 300 queries go through blocks, mapped and differentiated, and a TPU program can be lowered
+    on a CPU."""
     q, k, v = draw(getkey(), 300, 300, 2, 1, 4, 4, batch=(2,))
     ids = jnp.cumsum(jnp.arange(300) % 90 == 89).astype(jnp.int32)
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from deltanox.ops import _grouped as grouped
 from deltanox.ops.moe import expert_mlp, lay_out, route
 from helpers import TOLERANCE, rel
-
 
 run = jax.jit(expert_mlp, static_argnames="block_size")
 
@@ -65,11 +65,14 @@ def test_weights_sum_to_one_and_ties_take_the_lower_index(getkey):
     exact = route(logits.astype(jnp.float32), top_k=5)
     assert got.weights.dtype == jnp.bfloat16
     assert got.probabilities.dtype == jnp.float32
-    assert np.array_equal(np.asarray(got.weights, np.float32), np.asarray(exact.weights.astype(jnp.bfloat16), np.float32))
+    assert np.array_equal(
+        np.asarray(got.weights, np.float32), np.asarray(exact.weights.astype(jnp.bfloat16), np.float32)
+    )
 
 
 @pytest.mark.parametrize(
-    "T, k, E, block_size", [(1, 1, 1, None), (1, 3, 8, None), (37, 2, 5, None), (37, 2, 5, 3), (20, 5, 5, 1), (7, 2, 64, 16)]
+    "T, k, E, block_size",
+    [(1, 1, 1, None), (1, 3, 8, None), (37, 2, 5, None), (37, 2, 5, 3), (20, 5, 5, 1), (7, 2, 64, 16)],
 )
 def test_values(getkey, T, k, E, block_size):
     args = draw(getkey(), T, k, E, 6, 4)
@@ -180,7 +183,9 @@ def test_the_accelerators_products_equal_the_loops(getkey):
     x, a = jax.random.normal(getkey(), (9, 4, 6)), jax.random.normal(getkey(), (9, 4, 3))
     matrices = jax.random.normal(getkey(), (5, 3, 6))
     assert rel(grouped._dot_ragged(x, matrices, group, flip=False), grouped.block_dot(x, matrices, group)) < 1e-6
-    assert rel(grouped._dot_ragged(a, matrices, group, flip=True), grouped.block_dot(a, matrices, group, flip=True)) < 1e-6
+    assert (
+        rel(grouped._dot_ragged(a, matrices, group, flip=True), grouped.block_dot(a, matrices, group, flip=True)) < 1e-6
+    )
     got, want = grouped._outer_ragged(a, x, group, num_groups=5), grouped.block_outer(a, x, group, num_groups=5)
     assert rel(got, want) < 1e-6
     assert np.all(np.asarray(want)[2] == 0)  # a group without blocks

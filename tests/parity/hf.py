@@ -23,7 +23,8 @@ def fill(layer, where, value: np.ndarray):
 
 
 def copy_names(layer, weights: dict[str, np.ndarray], names: dict[str, str] | list[str]):
-    """`weights[name]` into the leaf at the dotted path `names[name]` (the same path, for a list). Every array must be used."""
+    """`weights[name]` into the leaf at the dotted path `names[name]` (the same path, for a list). Every array must be
+    used."""
     names = {name: name for name in names} if isinstance(names, list) else names
     assert set(weights) == set(names), f"unused or missing: {set(weights) ^ set(names)}"
 
@@ -59,7 +60,13 @@ def copy_mlp(layer, module):
 def copy_moe(layer, module):
     """SparseMoE from Qwen3NextSparseMoeBlock or Qwen3_5MoeSparseMoeBlock."""
     names = {"experts.gate_up_proj": "experts_gate_up", "experts.down_proj": "experts_down"}
-    for name in ("gate", "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"):
+    for name in (
+        "gate",
+        "shared_expert.gate_proj",
+        "shared_expert.up_proj",
+        "shared_expert.down_proj",
+        "shared_expert_gate",
+    ):
         names[f"{name}.weight"] = f"{name}.weight"
     return copy_names(layer, arrays(module), names)
 
@@ -73,3 +80,26 @@ def randomise(module, seed: int, scale: float = 0.5):
         for parameter in module.parameters():
             parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return module.eval()
+
+
+def split_projections(weights: dict[str, np.ndarray], h: int, H: int, K: int, V: int) -> dict[str, np.ndarray]:
+    """Qwen3-Next's two fused projections, grouped by key head, as Qwen3.5's four. The other weights are left as they are."""
+    weights = dict(weights)
+    ratio = H // h
+    grouped = weights.pop("in_proj_qkvz.weight").reshape(h, 2 * K + 2 * ratio * V, -1)
+    q, k, v, z = (x.reshape(-1, x.shape[-1]) for x in np.split(grouped, np.cumsum([K, K, ratio * V]), axis=1))
+    b, a = (x.reshape(H, -1) for x in np.split(weights.pop("in_proj_ba.weight").reshape(h, 2 * ratio, -1), 2, axis=1))
+    weights["in_proj_qkv.weight"] = np.concatenate([q, k, v])
+    return weights | {"in_proj_z.weight": z, "in_proj_b.weight": b, "in_proj_a.weight": a}
+
+
+def copy_delta_net(layer, module, *, gradients: bool = False):
+    """GatedDeltaNet from Qwen3_5GatedDeltaNet or Qwen3NextGatedDeltaNet: its weights, or the gradients of them."""
+    weights = arrays(module)
+    if gradients:
+        weights = {name: numpy(x.grad) for name, x in module.named_parameters()}
+    weights["conv1d.weight"] = weights["conv1d.weight"][:, 0]
+    if "in_proj_qkvz.weight" in weights:
+        weights = split_projections(weights, module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+    names = {name: name for name in weights if name != "conv1d.weight"}
+    return copy_names(layer, weights, names | {"conv1d.weight": "conv.weight"})

@@ -7,11 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deltanox.nn import GatedAttention, GatedRMSNorm, RMSNorm, RotaryEmbedding, SparseMoE, SwiGLU, apply_rotary, load_balance_loss
+
+from deltanox.nn import (
+    GatedAttention,
+    GatedRMSNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    SparseMoE,
+    SwiGLU,
+    apply_rotary,
+    load_balance_loss,
+)
 from helpers import rel
 
-torch = pytest.importorskip("torch", reason="parity with transformers needs torch and transformers: pip install torch transformers")
-pytest.importorskip("transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers")
+torch = pytest.importorskip(
+    "torch", reason="parity with transformers needs torch and transformers: pip install torch transformers"
+)
+pytest.importorskip(
+    "transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers"
+)
 
 pytestmark = [
     # what transformers and torch warn about is theirs to mend
@@ -90,8 +104,21 @@ def text_config(make, **more):
     """A small config; head size 16, a quarter or a half of it rotated."""
     sections = more.pop("sections", [2, 1, 1])
     factor = more.pop("factor", 0.5)
-    sizes = dict(hidden_size=20, num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, intermediate_size=24)
-    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=factor, mrope_section=sections, mrope_interleaved=True)
+    sizes = dict(
+        hidden_size=20,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        intermediate_size=24,
+    )
+    rope = dict(
+        rope_type="default",
+        rope_theta=1e4,
+        partial_rotary_factor=factor,
+        mrope_section=sections,
+        mrope_interleaved=True,
+    )
     config = make(**(sizes | more), rope_parameters=rope)
     config._attn_implementation = "eager"
     return config
@@ -186,7 +213,9 @@ def test_sparse_moe(qwen, which, normalised):
 @pytest.mark.parametrize("padded", [False, True])
 def test_load_balance_loss(qwen, padded):
     """Two layers and a batch of two: statistics add up over all of them, padding left out."""
-    layers = [SparseMoE(20, num_experts=9, top_k=3, expert_size=10, shared_size=14, key=jax.random.key(i)) for i in range(2)]
+    layers = [
+        SparseMoE(20, num_experts=9, top_k=3, expert_size=10, shared_size=14, key=jax.random.key(i)) for i in range(2)
+    ]
     x = draw(12, 2, 2, 17, 20)  # layer, batch, T, D
     mask = np.ones((2, 17), bool)
     if padded:
@@ -197,7 +226,10 @@ def test_load_balance_loss(qwen, padded):
 
     @jax.jit
     def ours(x):
-        each = [jax.vmap(lambda x, m, layer=layer: layer(x, mask=m)[1])(x[i], jnp.asarray(mask)) for i, layer in enumerate(layers)]
+        each = [
+            jax.vmap(lambda x, m, layer=layer: layer(x, mask=m)[1])(x[i], jnp.asarray(mask))
+            for i, layer in enumerate(layers)
+        ]
         return load_balance_loss(jax.tree.map(lambda *s: sum(a.sum(0) for a in s), *each))
 
     assert rel(ours(jnp.asarray(x)), float(want)) < TOLERANCE

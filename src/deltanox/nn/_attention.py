@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -13,7 +14,6 @@ from ._linear import apply_linear, linear
 from ._norms import RMSNorm
 from ._rotary import RotaryEmbedding, apply_rotary
 
-
 _OVERFLOWED = 2**30
 """The `length` of a cache that was fed more tokens than it has slots: no `resize` brings the lost ones back."""
 
@@ -21,8 +21,9 @@ _OVERFLOWED = 2**30
 class KVCache(eqx.Module):
     """What attention remembers: S slots of rotated keys and of values, the first `length` of them in use.
 
-    Every token that was fed takes a slot, padding too; `valid` says which slots the next tokens may see (not padding, and of the
-    last segment); `position` is the next token's rotary position. Outside `jax.vmap`, every field of a batch has it in front.
+    Every token that was fed takes a slot, padding too; `valid` says which slots the next tokens may see (not padding,
+    and of the last segment); `position` is the next token's rotary position. Outside `jax.vmap`, every field of a batch
+    has it in front.
     """
 
     key: Float[Array, "*B S m hd"]
@@ -39,13 +40,18 @@ class KVCache(eqx.Module):
     def resize(self, capacity: int) -> "KVCache":
         """The same cache with `capacity` slots.
 
-        Shrinking drops slots from the end, which must not be in use: outside jit this is checked (`ValueError`), inside jit the
-        next call's outputs are NaN. A cache that has overflowed is refused likewise: its tokens are lost.
+        Shrinking drops slots from the end, which must not be in use: outside jit this is checked (`ValueError`), inside
+        jit the next call's outputs are NaN. A cache that has overflowed is refused likewise: its tokens are lost.
         """
-        if not isinstance(self.length, jax.core.Tracer):
+        if not isinstance(self.length, Tracer):
             used = int(jnp.max(self.length))
-            require(used < _OVERFLOWED, "KVCache.resize: the cache was fed more tokens than it has slots, which are lost: prefill again")
-            require(capacity >= used, f"KVCache.resize: `capacity` = {capacity} must not be below the {used} slots in use")
+            require(
+                used < _OVERFLOWED,
+                "KVCache.resize: the cache was fed more tokens than it has slots, which are lost: prefill again",
+            )
+            require(
+                capacity >= used, f"KVCache.resize: `capacity` = {capacity} must not be below the {used} slots in use"
+            )
         axis = self.valid.ndim - 1
         more = max(capacity - self.capacity, 0)
 
@@ -60,11 +66,12 @@ class KVCache(eqx.Module):
 class GatedAttention(eqx.Module):
     """Causal softmax attention whose output is gated: y = W_o (attention(q, k, v) · σ(gate)).
 
-    [q_i | gate_i] = W_q x for each of n heads (query and gate side by side within a head), k and v for m heads; q and k pass a
-    zero-centred norm over the head (shared by the heads), then the rotation of the head's first `rotary_size` features;
-    query head i reads key head i // (n/m); scores are scaled by head_size^-0.5.
+    [q_i | gate_i] = W_q x for each of n heads (query and gate side by side within a head), k and v for m heads; q and k
+    pass a zero-centred norm over the head (shared by the heads), then the rotation of the head's first `rotary_size`
+    features; query head i reads key head i // (n/m); scores are scaled by head_size^-0.5.
 
-    Source: Qwen3-Next and Qwen3.5 (transformers 5.24); the output gate arXiv:2505.06708. Weights have Hugging Face's names and shapes.
+    Source: Qwen3-Next and Qwen3.5 (transformers 5.24); the output gate arXiv:2505.06708. Weights have Hugging Face's
+    names and shapes.
     """
 
     q_proj: eqx.nn.Linear
@@ -104,7 +111,8 @@ class GatedAttention(eqx.Module):
         """
         require(
             num_kv_heads >= 1 and num_heads >= 1 and num_heads % num_kv_heads == 0,
-            f"GatedAttention: `num_heads` must be a multiple of `num_kv_heads`, but they are {num_heads} and {num_kv_heads}",
+            f"GatedAttention: `num_heads` must be a multiple of `num_kv_heads`, but they are {num_heads} and "
+            f"{num_kv_heads}",
         )
         require(
             rotary_size <= head_size,
@@ -145,15 +153,16 @@ class GatedAttention(eqx.Module):
         **Arguments:**
 
         - `x`: tokens of one sequence; a batch goes through `jax.vmap`.
-        - `state`: the cache, None for a sequence that begins (and a returned cache of exactly T slots: `resize` it to go on). The
-            cached tokens belong to the first segment of the new ones.
-        - `positions`: [T], or [3 T] with M-RoPE. None counts the real tokens of each segment, on from the cache's position.
-        - `segment_ids`: packed documents; any change between neighbours is a border that attention doesn't cross. Borders are never
-            inferred from positions.
+        - `state`: the cache, None for a sequence that begins (and a returned cache of exactly T slots: `resize` it to
+            go on). The cached tokens belong to the first segment of the new ones.
+        - `positions`: [T], or [3 T] with M-RoPE. None counts the real tokens of each segment, on from the cache's
+            position.
+        - `segment_ids`: packed documents; any change between neighbours is a border that attention doesn't cross.
+            Borders are never inferred from positions.
         - `mask`: False at padding, anywhere: it is neither seen nor counted, and its own output is W_o · 0 = 0.
 
-        **Returns:** outputs [T D] in x's dtype, and the cache. If the cache has too few slots the outputs are NaN, now and from
-        then on: call `state.resize(capacity)` before it is full.
+        **Returns:** outputs [T D] in x's dtype, and the cache. If the cache has too few slots the outputs are NaN, now
+        and from then on: call `state.resize(capacity)` before it is full.
 
         **Raises:** `ValueError` for a wrong rank, width, length or dtype.
         """
@@ -214,25 +223,30 @@ class GatedAttention(eqx.Module):
         for name, ids, kind in (("segment_ids", segment_ids, jnp.integer), ("mask", mask, jnp.bool_)):
             require(
                 ids is None or (ids.shape == T and jnp.issubdtype(ids.dtype, kind)),
-                f"{op}: `{name}` must be {'integers' if kind is jnp.integer else 'booleans'} [T], one for each token of x [T, D], "
+                f"{op}: `{name}` must be {'integers' if kind is jnp.integer else 'booleans'} [T], one for each token "
+                "of x [T, D], "
                 f"but received {received}: with a batch, map it together with x under jax.vmap",
             )
         if state is not None:
             slots = (self.num_kv_heads, self.head_size)
             require(
                 state.key.ndim == 3 and state.key.shape[1:] == slots and state.value.shape == state.key.shape,
-                f"{op}: `state` must have keys and values [S, {slots[0]}, {slots[1]}] (slots, key heads, head size), but received "
-                f"{shapes(key=state.key, value=state.value)}: take it from this layer's init_state, mapped with x under jax.vmap",
+                f"{op}: `state` must have keys and values [S, {slots[0]}, {slots[1]}] (slots, key heads, head size), "
+                "but received "
+                f"{shapes(key=state.key, value=state.value)}: take it from this layer's init_state, mapped with x "
+                "under jax.vmap",
             )
             require(
                 x.shape[0] <= state.capacity,
-                f"{op}: `state` must have at least as many slots as there are new tokens, but received {shapes(x=x)} [T, D] and "
+                f"{op}: `state` must have at least as many slots as there are new tokens, but received {shapes(x=x)} "
+                "[T, D] and "
                 f"{state.capacity} slots: call state.resize(capacity) first",
             )
 
 
 class _Places(eqx.Module):
-    """Where the tokens of one call are: rotary positions, segment numbers (None for one unpadded segment), and what comes next."""
+    """Where the tokens of one call are: rotary positions, segment numbers (None for one unpadded segment), and what
+    comes next."""
 
     positions: Int[Array, "T"] | Int[Array, "3 T"]
     segments: Int[Array, "T"] | None

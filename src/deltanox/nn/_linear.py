@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..ops._validate import describe, require
 
 INIT_SCALE = 0.02
-"""Standard deviation of every linear, convolution and embedding weight (`initializer_range` of the released configs)."""
+"""Standard deviation of every linear, convolution and embedding weight (`initializer_range` of the released
+configs)."""
 
 
 def normal(shape: tuple[int, ...], *, dtype: DTypeLike = jnp.float32, key: PRNGKeyArray) -> Array:

@@ -22,7 +22,8 @@ class SwiGLU(eqx.Module):
     embed_size: int = eqx.field(static=True)
 
     def __init__(self, embed_size: int, hidden_size: int, *, dtype: DTypeLike = jnp.float32, key: PRNGKeyArray):
-        """**Arguments:** `embed_size`: D; `hidden_size`: width inside; `dtype`: of the weights; `key`: for N(0, 0.02) weights."""
+        """**Arguments:** `embed_size`: D; `hidden_size`: width inside; `dtype`: of the weights; `key`: for N(0, 0.02)
+        weights."""
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate_proj = linear(embed_size, hidden_size, dtype=dtype, key=gate_key)
         self.up_proj = linear(embed_size, hidden_size, dtype=dtype, key=up_key)
@@ -30,7 +31,8 @@ class SwiGLU(eqx.Module):
         self.embed_size = embed_size
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """**Arguments:** `x`: any leading axes, features last (it acts on each token alone).  **Returns:** the same shape and dtype.
+        """**Arguments:** `x`: any leading axes, features last (it acts on each token alone).  **Returns:** the same
+        shape and dtype.
 
         **Raises:** `ValueError` if the last axis isn't `embed_size`.
         """

@@ -17,8 +17,8 @@ from ._mlp import SwiGLU
 class RouterStats(NamedTuple):
     """Sums over real tokens, float32, which add over layers and batches: `jax.tree.map(lambda x: x.sum(0), stats)`.
 
-    `counts` [E]: how often each expert was among a token's top k; `probs` [E]: its summed probability; `rows`: number of tokens.
-    Only `probs` carries a gradient.
+    `counts` [E]: how often each expert was among a token's top k; `probs` [E]: its summed probability; `rows`: number
+    of tokens. Only `probs` carries a gradient.
     """
 
     counts: Float[Array, " E"]
@@ -29,10 +29,11 @@ class RouterStats(NamedTuple):
 class SparseMoE(eqx.Module):
     """y = Σ_k w_k · expert_(e_k)(x) + σ(W_s x) · shared_expert(x), every expert a SwiGLU.
 
-    The router softmaxes its logits in float32 over all experts, takes the top k (lower index first among equals), divides by their sum
-    in float32 and rounds to the activations' dtype. No token is dropped, whatever the balance.
+    The router softmaxes its logits in float32 over all experts, takes the top k (lower index first among equals),
+    divides by their sum in float32 and rounds to the activations' dtype. No token is dropped, whatever the balance.
 
-    `experts_gate_up` [E 2I D] holds each expert's gate rows, then its up rows. Source: Qwen3-Next, Qwen3.5-MoE (transformers 5.24).
+    `experts_gate_up` [E 2I D] holds each expert's gate rows, then its up rows. Source: Qwen3-Next, Qwen3.5-MoE
+    (transformers 5.24).
     """
 
     gate: eqx.nn.Linear
@@ -59,7 +60,8 @@ class SparseMoE(eqx.Module):
     ):
         """**Arguments:**
 
-        - `embed_size`: D; `num_experts`: E; `top_k`: experts a token; `expert_size`: I; `shared_size`: width of the shared expert.
+        - `embed_size`: D; `num_experts`: E; `top_k`: experts a token; `expert_size`: I; `shared_size`: width of the
+            shared expert.
         - `norm_topk_prob`: divide the chosen probabilities by their sum.
         - `dtype`: of the weights; `key`: for N(0, 0.02) weights, router included.
 
@@ -84,8 +86,8 @@ class SparseMoE(eqx.Module):
     def __call__(
         self, x: Float[Array, "T D"], *, mask: Bool[Array, "T"] | None = None
     ) -> tuple[Float[Array, "T D"], RouterStats]:
-        """**Arguments:** `x`: tokens of one sequence, a batch goes through `jax.vmap`; `mask`: False at padding, whose output is zero and
-        which no expert and no statistic sees.
+        """**Arguments:** `x`: tokens of one sequence, a batch goes through `jax.vmap`; `mask`: False at padding, whose
+        output is zero and which no expert and no statistic sees.
 
         **Returns:** outputs [T D] in x's dtype, and `RouterStats`.
 
@@ -123,7 +125,8 @@ class SparseMoE(eqx.Module):
 def load_balance_loss(stats: RouterStats) -> Float[Array, ""]:
     """E Σ_e (counts_e / rows) (probs_e / rows): top_k for a perfect balance, more for any other.
 
-    **Arguments:** `stats`: sums over all tokens of all layers and sequences (`RouterStats` add up); padding was left out of them.
+    **Arguments:** `stats`: sums over all tokens of all layers and sequences (`RouterStats` add up); padding was left
+    out of them.
 
     **Returns:** the loss, to be added with a coefficient (0.001 in the releases). Zero if no token was real.
 
@@ -131,7 +134,8 @@ def load_balance_loss(stats: RouterStats) -> Float[Array, ""]:
     """
     require(
         stats.counts.ndim == 1 and stats.counts.shape == stats.probs.shape and stats.rows.ndim == 0,
-        "load_balance_loss: `stats` must be sums over layers and batch, counts [E], probs [E] and rows [], but received "
+        "load_balance_loss: `stats` must be sums over layers and batch, counts [E], probs [E] and rows [], but "
+        "received "
         f"{shapes(counts=stats.counts, probs=stats.probs, rows=stats.rows)}: add them up with "
         "jax.tree.map(lambda x: x.sum(0), stats)",
     )

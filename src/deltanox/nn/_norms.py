@@ -24,8 +24,9 @@ def _check(op: str, size: int, **arrays: Array) -> None:
 class RMSNorm(eqx.Module):
     """Zero-centred root-mean-square norm: y = x / √(mean(x²) + ε) · (1 + weight), over the last axis.
 
-    The whole formula, `1 + weight` included, is evaluated in float32 and rounded once to x's dtype. The weight starts at
-    zero. All norms of the models are of this kind except the mixer's gated one (`GatedRMSNorm`, whose weight is plain).
+    The whole formula, `1 + weight` included, is evaluated in float32 and rounded once to x's dtype. The weight starts
+    at zero. All norms of the models are of this kind except the mixer's gated one (`GatedRMSNorm`, whose weight is
+    plain).
 
     Source: Qwen3-Next and Qwen3.5 (input, post-attention, q, k and final norm).
     """
@@ -56,11 +57,12 @@ class RMSNorm(eqx.Module):
 
 
 class GatedRMSNorm(eqx.Module):
-    """Norm, then gate: y = x / √(mean(x²) + ε) · weight · act(z), over the last axis, act SiLU or the logistic function.
+    """Norm, then gate: y = x / √(mean(x²) + ε) · weight · act(z), over the last axis, act SiLU or the logistic
+    function.
 
-    The weight is plain (not 1 + weight), starts at one, is shared by all heads and stays float32 under every cast. Everything
-    is evaluated in float32 and rounded once; Hugging Face rounds to the activations' dtype before it multiplies by the
-    weight as well, one ulp away in bfloat16 and equal in float32.
+    The weight is plain (not 1 + weight), starts at one, is shared by all heads and stays float32 under every cast.
+    Everything is evaluated in float32 and rounded once; Hugging Face rounds to the activations' dtype before it
+    multiplies by the weight as well, one ulp away in bfloat16 and equal in float32.
 
     Source: the gated DeltaNet mixer of Qwen3-Next and Qwen3.5; arXiv:2412.06464.
     """
@@ -73,7 +75,8 @@ class GatedRMSNorm(eqx.Module):
     gate: Literal["silu", "sigmoid"] = eqx.field(static=True)
 
     def __init__(self, size: int, *, eps: float = 1e-6, gate: Literal["silu", "sigmoid"] = "silu"):
-        """**Arguments:** `size`: length of the last axis (a value head); `eps`: ε, inside the root; `gate`: the gate's activation."""
+        """**Arguments:** `size`: length of the last axis (a value head); `eps`: ε, inside the root; `gate`: the gate's
+        activation."""
         require(size >= 1, f"GatedRMSNorm: `size` must be at least 1, but it is {size}")
         require(eps >= 0, f"GatedRMSNorm: `eps` must not be negative, but it is {eps}")
         require_choice("GatedRMSNorm", "gate", gate, ("silu", "sigmoid"))

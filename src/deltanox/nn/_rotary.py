@@ -12,10 +12,11 @@ from ..ops._validate import describe, require
 class RotaryEmbedding(eqx.Module):
     """Cosines and sines of the angles p_j · θ^(-2j/size), j = 0 ... size/2 - 1.
 
-    `size` is the number of rotated features of a head (`head_size · partial_rotary_factor`, 64 of 256 in the releases), and
-    the exponent runs over it, not over the head. Text has one position a token. With `sections` (sT, sH, sW) a token has three
-    (time, height, width), interleaved over the frequencies: frequency j reads H at j = 1, 4, 7 ... (sH of them), W at j = 2, 5,
-    8 ... (sW of them), and T everywhere else. Three equal positions give text's angles, bit for bit.
+    `size` is the number of rotated features of a head (`head_size · partial_rotary_factor`, 64 of 256 in the releases),
+    and the exponent runs over it, not over the head. Text has one position a token. With `sections` (sT, sH, sW) a
+    token has three (time, height, width), interleaved over the frequencies: frequency j reads H at j = 1, 4, 7 ... (sH
+    of them), W at j = 2, 5, 8 ... (sW of them), and T everywhere else. Three equal positions give text's angles, bit
+    for bit.
 
     There is no table and no cache: positions are arguments. Source: RoFormer (arXiv:2104.09864), Qwen3.5's M-RoPE.
     """
@@ -25,9 +26,11 @@ class RotaryEmbedding(eqx.Module):
     sections: tuple[int, int, int] | None = eqx.field(static=True)
 
     def __init__(self, size: int, *, theta: float = 1e7, sections: tuple[int, int, int] | None = None):
-        """**Arguments:** `size`: rotated features, even; `theta`: base; `sections`: frequencies for T, H and W, None for text only.
+        """**Arguments:** `size`: rotated features, even; `theta`: base; `sections`: frequencies for T, H and W, None
+        for text only.
 
-        **Raises:** `ValueError` for an odd size, a base that isn't positive, or sections that don't fill size/2 interleaved.
+        **Raises:** `ValueError` for an odd size, a base that isn't positive, or sections that don't fill size/2
+        interleaved.
         """
         require(size >= 2 and size % 2 == 0, f"RotaryEmbedding: `size` must be even and at least 2, but it is {size}")
         require(theta > 0, f"RotaryEmbedding: `theta` must be positive, but it is {theta}")
@@ -36,8 +39,10 @@ class RotaryEmbedding(eqx.Module):
             fits = min(sections) >= 0 and 3 * height - 2 < half and 3 * width - 1 < half
             require(
                 sum(sections) == half and fits,
-                f"RotaryEmbedding: `sections` must add up to size/2 = {half} frequencies and leave room for every third one to be "
-                f"H or W, but they are {sections}: give sections in the proportions of (11, 11, 10) for 32, or None for text only",
+                f"RotaryEmbedding: `sections` must add up to size/2 = {half} frequencies and leave room for every "
+                "third one to be "
+                f"H or W, but they are {sections}: give sections in the proportions of (11, 11, 10) for 32, or None "
+                "for text only",
             )
         self.size = size
         self.theta = theta
@@ -54,23 +59,26 @@ class RotaryEmbedding(eqx.Module):
         """
         require(
             positions.ndim == 1 or (positions.ndim == 2 and positions.shape[0] == 3),
-            f"RotaryEmbedding: `positions` must be [T] or [3, T] (time, height, width), but it is {describe(positions)}: "
+            "RotaryEmbedding: `positions` must be [T] or [3, T] (time, height, width), but it is "
+            f"{describe(positions)}: "
             "wrap the layer in jax.vmap for a batch",
         )
         require(
             positions.ndim == 1 or self.sections is not None,
-            f"RotaryEmbedding: `positions` is {describe(positions)}, three a token, but the layer has no sections for them: "
+            f"RotaryEmbedding: `positions` is {describe(positions)}, three a token, but the layer has no sections for "
+            "them: "
             "build it with sections=(11, 11, 10) or the like, or give positions [T]",
         )
         require(
             jnp.issubdtype(positions.dtype, jnp.integer),
-            f"RotaryEmbedding: `positions` must be integers, but it is {describe(positions)}: cast it with .astype(jnp.int32)",
+            f"RotaryEmbedding: `positions` must be integers, but it is {describe(positions)}: cast it with "
+            ".astype(jnp.int32)",
         )
         half = self.size // 2
         # in float64, then rounded once: the angle at position 10^5 keeps the error of one float32 rounding
         frequency = jnp.asarray(self.theta ** (-2 * np.arange(half, dtype=np.float64) / self.size), jnp.float32)
         p = positions.astype(jnp.float32)
-        if positions.ndim == 2:
+        if positions.ndim == 2 and self.sections is not None:
             j = np.arange(half)
             axis = np.zeros(half, np.int32)
             axis[(j % 3 == 1) & (j < 3 * self.sections[1])] = 1

@@ -1,10 +1,10 @@
 """Products of row blocks with the matrix of each block's group, which fold a batch into the blocks.
 
-`jax.lax.ragged_dot` wants its rows sorted by group, cannot be mapped over a batch that shares the matrices, and on a CPU
-multiplies every row with every matrix. Here rows come in blocks that belong to one group each, in any order. So a batch
-(`jax.vmap` of a layer) is only more blocks, the gradient of shared matrices is summed over the batch while it is computed, and a
-CPU does no more work than there are blocks. Both products are bilinear and each other's transposes, which gives forward
-mode, reverse mode and derivatives of any order.
+`jax.lax.ragged_dot` wants its rows sorted by group, cannot be mapped over a batch that shares the matrices, and on a
+CPU multiplies every row with every matrix. Here rows come in blocks that belong to one group each, in any order. So a
+batch (`jax.vmap` of a layer) is only more blocks, the gradient of shared matrices is summed over the batch while it is
+computed, and a CPU does no more work than there are blocks. Both products are bilinear and each other's transposes,
+which gives forward mode, reverse mode and derivatives of any order.
 """
 
 from functools import partial
@@ -24,7 +24,8 @@ _ACCELERATORS = ("tpu", "cuda", "rocm")
 def block_dot(
     x: Float[Array, "G R in"], matrices: Float[Array, "E O I"], group: Int[Array, "G"], *, flip: bool = False
 ) -> Float[Array, "G R out"]:
-    """y_g = x_g M[group_g]ᵀ, or x_g M[group_g] with `flip` (x's features are I and y's O, or the reverse); zero where group_g ≥ E."""
+    """y_g = x_g M[group_g]ᵀ, or x_g M[group_g] with `flip` (x's features are I and y's O, or the reverse); zero where
+    group_g ≥ E."""
     return _block_dot(x, matrices, group, flip=flip)
 
 
@@ -61,7 +62,7 @@ def _(a, b, group, *, num_groups):
     return ShapedArray((num_groups, a.shape[-1], b.shape[-1]), a.dtype)
 
 
-# Computed block by block: CPU and anything unknown ---------------------------------------------------------------------------
+# Computed block by block: CPU and anything unknown --------------------
 
 
 def _dot_loop(x, matrices, group, *, flip):
@@ -99,7 +100,7 @@ def _outer_loop(a, b, group, *, num_groups):
     return jax.lax.fori_loop(0, a.shape[0], one, zeros).astype(a.dtype)
 
 
-# Computed by ragged_dot on blocks sorted by group: TPU and GPU ---------------------------------------------------------------
+# Computed by ragged_dot on blocks sorted by group: TPU and GPU --------------------
 
 
 def _sorted_rows(group, num_groups, rows):
@@ -112,7 +113,9 @@ def _dot_ragged(x, matrices, group, *, flip):
     blocks, rows, size = x.shape
     order, sizes = _sorted_rows(group, matrices.shape[0], rows)
     dims = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (1 if flip else 2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+        dot_dimension_numbers=(((1,), (1 if flip else 2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
     )
     y = jax.lax.ragged_dot_general(
         x[order].reshape(blocks * rows, size), matrices, sizes, dims, preferred_element_type=accumulator(x.dtype)
@@ -139,7 +142,7 @@ for _platform in _ACCELERATORS:
     mlir.register_lowering(_outer_p, mlir.lower_fun(_outer_ragged, multiple_results=False), platform=_platform)
 
 
-# Derivatives: each product is linear in either factor, and the transposes are the two products again ------------------------
+# Derivatives: each product is linear in either factor, the transposes are the two products again --------------------
 
 
 def _bilinear_jvp(product, primals, tangents, **options):
@@ -150,8 +153,8 @@ def _bilinear_jvp(product, primals, tangents, **options):
         terms.append(product(d_left, right, group, **options))
     if not isinstance(d_right, ad.Zero):
         terms.append(product(left, d_right, group, **options))
-    out = product(left, right, group, **options)
-    return out, (sum(terms[1:], terms[0]) if terms else ad.Zero.from_primal_value(out))
+    # the rule is called only where at least one tangent isn't zero
+    return product(left, right, group, **options), sum(terms[1:], terms[0])
 
 
 ad.primitive_jvps[_dot_p] = partial(_bilinear_jvp, block_dot)
@@ -180,7 +183,7 @@ ad.primitive_transposes[_dot_p] = _dot_transpose
 ad.primitive_transposes[_outer_p] = _outer_transpose
 
 
-# Batches: more blocks, and more groups where the matrices differ as well ----------------------------------------------------
+# Batches: more blocks, and more groups where the matrices differ as well --------------------
 
 
 def _in_front(size, x, axis):

@@ -1,4 +1,5 @@
-"""Causal attention with grouped heads, packed and padded sequences, in memory that is linear in the number of tokens."""
+"""Causal attention with grouped heads, packed and padded sequences, in memory that is linear in the number of
+tokens."""
 
 from functools import partial
 
@@ -15,10 +16,12 @@ NEVER = -1
 """Segment of padding: seen by nothing, and seeing nothing."""
 
 _DENSE_SCORES = 256 * 256
-"""Up to so many scores a head, all of them are held at once: differentiable any number of times, and as fast as blocks."""
+"""Up to so many scores a head, all of them are held at once: differentiable any number of times, and as fast as
+blocks."""
 
 _CPU_BLOCK, _BLOCK = 128, 512
-"""Queries and keys of a block: on a CPU its scores stay in the cache (at T = 512 five times faster than all scores at once)."""
+"""Queries and keys of a block: on a CPU its scores stay in the cache (at T = 512 five times faster than all scores at
+once)."""
 
 # A score no real one comes near and exp of which is zero; finite, so that a row without keys gives no inf - inf.
 _LOW = -1e30
@@ -27,15 +30,13 @@ _LOW = -1e30
 def attention_segments(segment_ids: Int[Array, "*B T"] | None, mask: Array | None) -> Int[Array, "*B T"] | None:
     """Numbers 0, 1, 2 ... of the segments, `NEVER` at padding, None where there is neither packing nor padding.
 
-    A segment ends at any change of the id between neighbouring real tokens, so that ids that come back (0, 1, 0) are three.
+    A segment ends at any change of the id between neighbouring real tokens, so that ids that come back (0, 1, 0) are
+    three.
     """
     if segment_ids is None and mask is None:
         return None
     starts = boundaries(segment_ids, mask)
-    if starts is None:
-        number = jnp.zeros(mask.shape, jnp.int32)
-    else:
-        number = jnp.cumsum(starts.astype(jnp.int32), axis=-1)
+    number = jnp.zeros((), jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=-1)
     return number if mask is None else jnp.where(mask, number, NEVER)
 
 
@@ -52,26 +53,27 @@ def causal_attention(
 ) -> Float[Array, "*B T n vd"]:
     """out_t = Σ_s softmax_s(scale · q_t·k_s) v_s over the keys s ≤ t + offset of t's segment.
 
-    Scores and softmax are evaluated in float32 (float64 for float64 inputs); the weights are rounded to v's dtype for the
-    second product. Query head i reads key head i // (n/m); keys and values are not repeated in memory.
+    Scores and softmax are evaluated in float32 (float64 for float64 inputs); the weights are rounded to v's dtype for
+    the second product. Query head i reads key head i // (n/m); keys and values are not repeated in memory.
 
     **Arguments:**
 
     - `q`: queries; `k`: keys; `v`: values. n must be a multiple of m. Nothing is normalised or rotated here.
-    - `offset`: number of key slots before the first query's own: query t sees the slots up to t + offset. The number of cached
-        tokens, for a cache; 0 where keys and queries are of the same tokens.
-    - `query_segments`, `key_segments`: both or neither. A query sees the keys of an equal number; a negative one is padding,
-        which sees nothing (its output is zero) and isn't seen, even if it holds NaN. `attention_segments` makes them.
+    - `offset`: number of key slots before the first query's own: query t sees the slots up to t + offset. The number of
+        cached tokens, for a cache; 0 where keys and queries are of the same tokens.
+    - `query_segments`, `key_segments`: both or neither. A query sees the keys of an equal number; a negative one is
+        padding, which sees nothing (its output is zero) and isn't seen, even if it holds NaN. `attention_segments`
+        makes them.
     - `scale`: hd^-0.5 unless given.
-    - `block_size`: 0 holds all T·S scores a head at once; it has forward mode and derivatives of any order. A positive number
-        works through blocks of so many queries and keys, skips those that lie in the future, and recomputes the scores in the
-        backward pass: memory is linear in T and S; reverse mode only, once. None is 0 up to 256² scores or for one query, and
-        beyond them blocks of a size that suits the platform that is compiled for.
+    - `block_size`: 0 holds all T·S scores a head at once; it has forward mode and derivatives of any order. A positive
+        number works through blocks of so many queries and keys, skips those that lie in the future, and recomputes the
+        scores in the backward pass: memory is linear in T and S; reverse mode only, once. None is 0 up to 256² scores
+        or for one query, and beyond them blocks of a size that suits the platform that is compiled for.
 
     **Returns:** [*B T n vd] in v's dtype.
 
-    **Raises:** `ValueError` for wrong ranks or dtypes, heads that don't divide, lengths or batch axes that differ, and one kind of
-    segments without the other.
+    **Raises:** `ValueError` for wrong ranks or dtypes, heads that don't divide, lengths or batch axes that differ, and
+    one kind of segments without the other.
 
     Source: arXiv:1706.03762; grouped heads arXiv:2305.13245; blocks arXiv:2205.14135.
     """
@@ -82,7 +84,7 @@ def causal_attention(
         scale = hd**-0.5
     if block_size is None:
         block_size = 0 if T * S <= _DENSE_SCORES or T == 1 else None
-    if query_segments is not None:
+    if query_segments is not None and key_segments is not None:
         # 0 · NaN is NaN: what padding holds must go before the products, not after
         q = jnp.where((query_segments >= 0)[..., None, None], q, jnp.zeros((), q.dtype))
         real = (key_segments >= 0)[..., None, None]
@@ -94,7 +96,7 @@ def causal_attention(
         out = _dense(q, k, v, offset, query_segments, key_segments, scale)
     else:
         out = _flash((scale, block_size), q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments)
-    return jnp.moveaxis(out, -2, -4).reshape(*batch, T, n, v.shape[-1])
+    return jnp.moveaxis(out, -2, -4).reshape(*batch, T, n, v.shape[-1])  # pyright: ignore[reportArgumentType]
 
 
 def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
@@ -102,25 +104,33 @@ def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
     for name, x, axes in (("q", q, "*B T n hd"), ("k", k, "*B S m hd"), ("v", v, "*B S m vd")):
         require_array(op, name, x, axes)
     received = shapes(q=q, k=k, v=v)
-    require(q.dtype == k.dtype == v.dtype, f"{op}: `q`, `k` and `v` must have one dtype, but received {received}: cast them")
     require(
-        q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and k.shape[-3:-1] == v.shape[-3:-1] and q.shape[-1] == k.shape[-1],
-        f"{op}: `q` [*B T n hd], `k` [*B S m hd] and `v` [*B S m vd] must agree in *B, S, m and hd, but received {received}: "
+        q.dtype == k.dtype == v.dtype, f"{op}: `q`, `k` and `v` must have one dtype, but received {received}: cast them"
+    )
+    require(
+        q.shape[:-3] == k.shape[:-3] == v.shape[:-3]
+        and k.shape[-3:-1] == v.shape[-3:-1]
+        and q.shape[-1] == k.shape[-1],
+        f"{op}: `q` [*B T n hd], `k` [*B S m hd] and `v` [*B S m vd] must agree in *B, S, m and hd, but received "
+        f"{received}: "
         "heads come after tokens; move them with jnp.moveaxis(x, -3, -2)",
     )
     require(
         q.shape[-2] % k.shape[-2] == 0,
-        f"{op}: the number of query heads n = {q.shape[-2]} must be a multiple of the key heads m = {k.shape[-2]}, but received "
+        f"{op}: the number of query heads n = {q.shape[-2]} must be a multiple of the key heads m = {k.shape[-2]}, but "
+        "received "
         f"{received}: heads come after tokens, `*B T n hd`",
     )
     require(
         not isinstance(offset, int) or k.shape[-3] >= q.shape[-3] + offset,
-        f"{op}: every query's own key must be there, S ≥ T + offset, but received {received} with offset = {offset}: tokens come "
+        f"{op}: every query's own key must be there, S ≥ T + offset, but received {received} with offset = {offset}: "
+        "tokens come "
         "before heads, `*B T n hd`, and cached keys before new ones",
     )
     require(
         (query_segments is None) == (key_segments is None),
-        f"{op}: `query_segments` and `key_segments` must be given together: pass the same array twice where keys and queries "
+        f"{op}: `query_segments` and `key_segments` must be given together: pass the same array twice where keys and "
+        "queries "
         "are of the same tokens",
     )
     if query_segments is not None:
@@ -163,7 +173,8 @@ def _dense(q, k, v, offset, query_segments, key_segments, scale):
     scores = _scores(q, k, scale)
     T, S = scores.shape[-2:]
     visible = _over_heads(
-        _visible(jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32), offset, query_segments, key_segments), scores
+        _visible(jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32), offset, query_segments, key_segments),
+        scores,
     )
     scores = jnp.where(visible, scores, jnp.asarray(_LOW, wide))
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
@@ -176,7 +187,7 @@ def _dense(q, k, v, offset, query_segments, key_segments, scale):
     return (out / jnp.where(total > 0, total, jnp.ones((), wide))).astype(v.dtype)
 
 
-# Block by block ---------------------------------------------------------------------------------------------------------------
+# Block by block --------------------
 
 
 def _pad(x, more, axis, value=0):
@@ -187,9 +198,9 @@ def _pad(x, more, axis, value=0):
     return jnp.pad(x, width, constant_values=value)
 
 
-def _take(x, i, size, axis):
-    """Block number i of `size` along `axis`; None stays None."""
-    return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, x.ndim + axis)
+def _take(x: Array, i, size: int, axis: int) -> Array:
+    """Block number i of `size` along `axis`, counted from the end."""
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, x.ndim + axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -223,7 +234,8 @@ def _on_platform(f, static, *args):
 
 
 def _pad_to_blocks(block_size, q, k, v, query_segments, key_segments):
-    """T and S rounded up to whole blocks, with queries that see nothing and keys that nobody sees; the sizes of a block."""
+    """T and S rounded up to whole blocks, with queries that see nothing and keys that nobody sees; the sizes of a
+    block."""
     T, S = q.shape[-2], k.shape[-2]
     tq, ts = min(block_size, T), min(block_size, S)
     more_q, more_k = -T % tq, -S % ts
@@ -239,13 +251,17 @@ def _pad_to_blocks(block_size, q, k, v, query_segments, key_segments):
 def _block_visible(i, j, tq, ts, offset, query_segments, key_segments):
     t = i * tq + jnp.arange(tq, dtype=jnp.int32)
     s = j * ts + jnp.arange(ts, dtype=jnp.int32)
+    if query_segments is None:
+        return _visible(t, s, offset, None, None)
     return _visible(t, s, offset, _take(query_segments, i, tq, -1), _take(key_segments, j, ts, -1))
 
 
 def _forward_blocks(scale, block_size, q, k, v, offset, query_segments, key_segments):
     """The output, and the logarithm of Σ_s exp(score) of every query."""
     T = q.shape[-2]
-    (tq, ts), (q, k, v, query_segments, key_segments) = _pad_to_blocks(block_size, q, k, v, query_segments, key_segments)
+    (tq, ts), (q, k, v, query_segments, key_segments) = _pad_to_blocks(
+        block_size, q, k, v, query_segments, key_segments
+    )
     wide = accumulator(q.dtype)
     nq, nk = q.shape[-2] // tq, k.shape[-2] // ts
 
@@ -292,7 +308,9 @@ def _join(blocks):
 def _backward_blocks(scale, block_size, q, k, v, offset, query_segments, key_segments, out, log_total, d_out):
     """Gradients of q, k and v."""
     T, S = q.shape[-2], k.shape[-2]
-    (tq, ts), (q, k, v, query_segments, key_segments) = _pad_to_blocks(block_size, q, k, v, query_segments, key_segments)
+    (tq, ts), (q, k, v, query_segments, key_segments) = _pad_to_blocks(
+        block_size, q, k, v, query_segments, key_segments
+    )
     # without packing a padded query sees keys, but its cotangent is zero
     out, log_total, d_out = (_pad(x, -T % tq, -2) for x in (out, log_total, d_out))
     wide = accumulator(q.dtype)

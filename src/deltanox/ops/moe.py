@@ -14,7 +14,8 @@ from ._validate import require, require_array, shapes
 class Routing(NamedTuple):
     """Which experts a token goes to.
 
-    `weights` [*B k] in the logits' dtype, `experts` int32 [*B k] by falling probability, `probabilities` [*B E] float32 over all experts.
+    `weights` [*B k] in the logits' dtype, `experts` int32 [*B k] by falling probability, `probabilities` [*B E] float32
+    over all experts.
     """
 
     weights: Float[Array, "*B k"]
@@ -23,12 +24,13 @@ class Routing(NamedTuple):
 
 
 def route(logits: Float[Array, "*B E"], *, top_k: int, norm_topk_prob: bool = True) -> Routing:
-    """p = softmax(logits) in float32; the `top_k` largest; divided by their sum in float32; rounded to the logits' dtype.
+    """p = softmax(logits) in float32; the `top_k` largest; divided by their sum in float32; rounded to the logits'
+    dtype.
 
     Among equal probabilities the lower expert index comes first.
 
-    **Arguments:** `logits`: the router's raw outputs (not probabilities) over all experts; `top_k`: experts a token; `norm_topk_prob`:
-    whether the chosen weights are divided by their sum (True in all releases).
+    **Arguments:** `logits`: the router's raw outputs (not probabilities) over all experts; `top_k`: experts a token;
+    `norm_topk_prob`: whether the chosen weights are divided by their sum (True in all releases).
 
     **Returns:** `Routing`.
 
@@ -62,8 +64,8 @@ def expert_mlp(
 ) -> Float[Array, "*B D"]:
     """y = Σ_k weights_k · down_e (silu(gate_e x) · up_e x) with e = experts_k, for every token, whatever the balance.
 
-    Tokens are sorted by expert and laid out in blocks of one expert each; the work grows with the tokens and half a block an
-    expert, not with tokens times experts. Differentiable in x, weights, gate_up and down, in both modes.
+    Tokens are sorted by expert and laid out in blocks of one expert each; the work grows with the tokens and half a
+    block an expert, not with tokens times experts. Differentiable in x, weights, gate_up and down, in both modes.
 
     **Arguments:**
 
@@ -104,8 +106,8 @@ def expert_mlp(
 class Layout(NamedTuple):
     """M assignments sorted into G blocks of R rows, each block of one group.
 
-    `source` [G R]: the assignment in each row, M where the row is empty; `group` [G]: the block's group, E where the block is
-    empty; `slot` [M]: the row of each assignment (block · R + row), G·R for one of no group.
+    `source` [G R]: the assignment in each row, M where the row is empty; `group` [G]: the block's group, E where the
+    block is empty; `slot` [M]: the row of each assignment (block · R + row), G·R for one of no group.
     """
 
     source: Int[Array, "G R"]
@@ -154,11 +156,14 @@ def _check(x, experts, weights, gate_up, down, mask, block_size) -> None:
         and gate_up.shape[0] == down.shape[0]
         and gate_up.shape[2] == down.shape[1] == x.shape[-1]
         and gate_up.shape[1] == 2 * down.shape[2],
-        f"{op}: `gate_up` must be [E 2I D] (gate rows, then up rows) and `down` [E D I] for x [*B D], but received {received}: "
+        f"{op}: `gate_up` must be [E 2I D] (gate rows, then up rows) and `down` [E D I] for x [*B D], but received "
+        f"{received}: "
         "stack the experts' gate_proj and up_proj along the rows",
     )
     require(
         mask is None or (mask.shape == x.shape[:-1] and mask.dtype == jnp.bool_),
         f"{op}: `mask` must be bool [*B] for x [*B D], but received {received}",
     )
-    require(block_size is None or block_size >= 1, f"{op}: `block_size` must be None or at least 1, but it is {block_size}")
+    require(
+        block_size is None or block_size >= 1, f"{op}: `block_size` must be None or at least 1, but it is {block_size}"
+    )
