@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from .chunked import (
     Group,
-    Pass,
+    Options,
     Tokens,
     gather,
     heads_first,
@@ -84,21 +84,18 @@ def backward(
     state: Float[Array, "B h K r V"],
     out_bar: Float[Array, "B n C H V"],
     state_bar: Float[Array, "B h K r V"],
-    *,
-    scale,
-    l2norm_eps,
-    precision,
-    state_dtype,
-    t=None,
+    t: Float[Array, "n B h r C C"] | None,
+    options: Options,
 ) -> tuple[Float[Array, "B h K r V"], tuple]:
     """One group: the cotangent of the state before it, and those of q, k, v, g and beta in their dtypes.
 
     `state` is the state before the group, `state_bar` the cotangent of the state after it; `t` is T where it was kept.
     """
-    group = gather(tokens, scale=scale, l2norm_eps=l2norm_eps, precision=precision)
+    precision, scale = options.precision, options.scale
+    group = gather(tokens, options)
     t = triangle(group) if t is None else t
-    run: Pass = states(group, t, state, precision=precision, state_dtype=state_dtype)[1]
-    size, (heads, ratio) = group.v.shape[-3], (tokens.v.shape[-2], group.v.shape[-2])
+    run = states(group, t, state, options)[1]
+    size, ratio = group.v.shape[-3], group.v.shape[-2]
     decay, beta = group.decay, group.beta
     k, q = group.kq[..., :size, :], group.kq[..., size:, :]
 
@@ -151,5 +148,4 @@ def backward(
     bars = tuple(x.reshape(like.shape).astype(like.dtype) for x, like in zip(bars, tokens))
     if tokens.mask is not None:
         bars = tuple(jnp.where(tokens.mask.reshape(*tokens.mask.shape, *[1] * (x.ndim - 3)), x, 0) for x in bars)
-    del heads
     return state_bar, bars

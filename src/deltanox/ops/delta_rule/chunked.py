@@ -26,8 +26,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .residuals import Residuals
+
 RESET = -104.0  # exp of it is zero in float32
 BLOCK = 16  # rows of the diagonal blocks that start the inverse
+
+
+class Options(NamedTuple):
+    """What is compiled into the op. Hashable."""
+
+    scale: float
+    l2norm_eps: float | None
+    chunk_size: int
+    precision: str
+    state_dtype: jnp.dtype
+    residuals: Residuals
 
 
 class Decay(NamedTuple):
@@ -63,20 +76,27 @@ class Plan(NamedTuple):
     size: int
 
 
-def plan(length: int, chunk_size: int, states_every: int) -> Plan:
+def plan(length: int, options: Options) -> Plan:
     """Groups of at most `states_every` chunks, as even as possible; a short sequence gets a smaller chunk."""
-    size = min(chunk_size, max(BLOCK, 1 << (length - 1).bit_length()))
+    size = min(options.chunk_size, max(BLOCK, 1 << (length - 1).bit_length()))
     total = -(-length // size)
-    groups = -(-total // states_every)
+    groups = -(-total // options.residuals.states_every)
     return Plan(length, groups, -(-total // groups), size)
 
 
-def split(x: Float[Array, "B T ..."], p: Plan) -> Float[Array, "G B n C ..."]:
-    """Pad the tokens with zeros and cut them into groups and chunks. Zero keys, rates and decays leave the state as it is."""
-    pad = p.groups * p.chunks * p.size - p.length
-    if pad:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], p.groups, p.chunks, p.size, *x.shape[2:]), 1, 0)
+def split(tokens, p: Plan):
+    """Pad the tokens [B, T, ...] with zeros and cut them into groups and chunks [G, B, n, C, ...], in every array of a tree.
+
+    Zero keys, rates and decays leave the state as it is.
+    """
+
+    def cut(x):
+        pad = p.groups * p.chunks * p.size - p.length
+        if pad:
+            x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], p.groups, p.chunks, p.size, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(cut, tokens)
 
 
 def join(x: Float[Array, "G B n C ..."], p: Plan) -> Float[Array, "B T ..."]:
@@ -88,7 +108,10 @@ def join(x: Float[Array, "G B n C ..."], p: Plan) -> Float[Array, "B T ..."]:
 def matmul(x, y, precision) -> Array:
     """Product of the last two axes, batched over the others."""
     return jax.lax.dot_general(
-        x, y, (((x.ndim - 1,), (y.ndim - 2,)), (tuple(range(x.ndim - 2)), tuple(range(y.ndim - 2)))), precision=precision
+        x,
+        y,
+        (((x.ndim - 1,), (y.ndim - 2,)), (tuple(range(x.ndim - 2)), tuple(range(y.ndim - 2)))),
+        precision=precision,
     )
 
 
@@ -211,10 +234,11 @@ def tokens_first(x: Float[Array, "n B h C ..."]) -> Float[Array, "B n C h ..."]:
     return jnp.moveaxis(x, (0, 1, 2, 3), (1, 0, 3, 2))
 
 
-def gather(tokens: Tokens, *, scale: float, l2norm_eps: float | None, precision) -> Group:
+def gather(tokens: Tokens, options: Options) -> Group:
     """What the tokens of a group give before any state is known (all but T)."""
     q, k, v, g, beta, boundary, mask = tokens
     heads, groups, dtype = v.shape[-2], k.shape[-2], g.dtype
+    scale, l2norm_eps, precision = options.scale, options.l2norm_eps, options.precision
     if mask is not None:  # masked values, NaN included, go no further
         q, k, v, g, beta = (jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 3)), x, 0) for x in (q, k, v, g, beta))
     k, q = heads_first(k).astype(dtype), heads_first(q).astype(dtype)
@@ -252,9 +276,12 @@ class Pass(NamedTuple):
     new_values: Float[Array, "n B h C r V"]  # N
 
 
-def states(group: Group, t: Float[Array, "n B h r C C"], state: Float[Array, "B h K r V"], *, precision, state_dtype):
+def states(
+    group: Group, t: Float[Array, "n B h r C C"], state: Float[Array, "B h K r V"], options: Options
+) -> tuple[Float[Array, "B h K r V"], Pass]:
     """Run the chunks of a group. Returns the state after them, and what each chunk met and wrote."""
-    size = group.v.shape[-3]
+    size, precision = group.v.shape[-3], options.precision
+    narrow = options.state_dtype if jnp.finfo(options.state_dtype).bits < 32 else state.dtype
 
     def chunk(state, x):
         kq, kq_t, v, beta, start, end, whole, t = x
@@ -264,22 +291,22 @@ def states(group: Group, t: Float[Array, "n B h r C C"], state: Float[Array, "B 
         new = per_head(t, rest, precision)
         written = matmul(kq_t[..., :size], merge_heads(end[..., None] * new), precision).reshape(state.shape)
         after = whole[..., None, :, None] * state + written
-        return after.astype(state_dtype).astype(state.dtype), Pass(state, met, new)
+        return after.astype(narrow).astype(state.dtype), Pass(state, met, new)
 
     d = group.decay
     return jax.lax.scan(chunk, state, (group.kq, group.kq_t, group.v, group.beta, d.start, d.end, d.whole, t))
 
 
 def forward(
-    tokens: Tokens, state: Float[Array, "B h K r V"], *, scale, l2norm_eps, precision, state_dtype, t=None, dtype
-) -> tuple[Float[Array, "B h K r V"], tuple[Float[Array, "B n C H V"], Float[Array, "n B h r C C"]]]:
-    """One group of chunks: the state after it, its output in `dtype`, and T."""
-    group = gather(tokens, scale=scale, l2norm_eps=l2norm_eps, precision=precision)
-    t = triangle(group) if t is None else t
-    state, run = states(group, t, state, precision=precision, state_dtype=state_dtype)
-    size = group.v.shape[-3]
-    out = group.decay.start[..., None] * run.from_state[..., size:, :, :] + per_head(group.a, run.new_values, precision)
-    return state, (tokens_first(out).reshape(tokens.v.shape).astype(dtype), t)
+    tokens: Tokens, state: Float[Array, "B h K r V"], options: Options
+) -> tuple[Float[Array, "B h K r V"], Float[Array, "B n C H V"], Float[Array, "n B h r C C"]]:
+    """One group of chunks: the state after it, its output in v's dtype, and T."""
+    group = gather(tokens, options)
+    t = triangle(group)
+    state, run = states(group, t, state, options)
+    read = run.from_state[..., group.v.shape[-3] :, :, :]
+    out = group.decay.start[..., None] * read + per_head(group.a, run.new_values, options.precision)
+    return state, tokens_first(out).reshape(tokens.v.shape).astype(tokens.v.dtype), t
 
 
 def carried(initial_state: Float[Array, "B H K V"], key_heads: int) -> Float[Array, "B h K r V"]:
@@ -294,22 +321,14 @@ def returned(state: Float[Array, "*G B h K r V"]) -> Float[Array, "*G B H K V"]:
     return state.reshape(*state.shape[:-4], -1, *state.shape[-2:])
 
 
-def carry_dtype(state_dtype, accumulate):
-    """The dtype to which the state is rounded between chunks: the one asked for where it is narrower than float32."""
-    return state_dtype if jnp.finfo(state_dtype).bits < 32 else accumulate
-
-
-def chunked(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_eps, chunk_size, precision, state_dtype, residuals):
+def chunked(q, k, v, g, beta, initial_state, boundary, mask, options: Options):
     """The chunked rule, for JAX to differentiate. Each group is computed again in the backward pass, from the state before it."""
-    p = plan(q.shape[1], chunk_size, residuals.states_every)
-    tokens = Tokens(*(None if x is None else split(x, p) for x in (q, k, v, g, beta, boundary, mask)))
+    p = plan(q.shape[1], options)
+    tokens = Tokens(q, k, v, g, beta, boundary, mask)
 
     @jax.checkpoint
     def group(state, tokens):
-        state, (out, _) = forward(
-            tokens, state, scale=scale, l2norm_eps=l2norm_eps, precision=precision, state_dtype=carry_dtype(state_dtype, g.dtype), dtype=v.dtype
-        )  # fmt: skip
-        return state, out
+        return forward(tokens, state, options)[:2]
 
-    state, out = jax.lax.scan(group, carried(initial_state, k.shape[2]), tokens)
+    state, out = jax.lax.scan(group, carried(initial_state, k.shape[2]), split(tokens, p))
     return join(out, p), returned(state)

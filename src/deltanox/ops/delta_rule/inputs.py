@@ -1,7 +1,5 @@
 """What the delta rule asks of its arguments. Shapes and dtypes are checked at every call, values only by `check_inputs`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from .residuals import Residuals
 
 IMPLEMENTATIONS = ("auto", "xla", "chunked", "reference", "pallas")
 PRECISIONS = ("default", "high", "highest")
-BLOCK = 16  # rows of the diagonal blocks that are inverted exactly: a chunk holds a whole number of them
 
 
 def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mask=None, *, axis_t: str = "T ") -> None:
@@ -74,14 +71,14 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
             )
 
 
-def check_options(op: str, *, chunk_size, implementation, precision, state_dtype, residuals, scale=None, l2norm_eps=1e-6) -> None:
+def check_options(
+    op: str, *, chunk_size, implementation, precision, state_dtype, residuals, scale=None, l2norm_eps=1e-6
+) -> None:
     """Raise ValueError unless the options are ones that exist, NotImplementedError for those that are not built yet."""
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
     require(
-        isinstance(chunk_size, int)
-        and not isinstance(chunk_size, bool)
-        and chunk_size >= 1
-        and (chunk_size % BLOCK == 0 or chunk_size in (1, 2, 4, 8)),
-        f"{op}: `chunk_size` must be a multiple of {BLOCK}, or 1, 2, 4 or 8, but it is {chunk_size!r}: 64 suits most sizes",
+        whole and chunk_size >= 1 and chunk_size & (chunk_size - 1) == 0,
+        f"{op}: `chunk_size` must be a power of two, but it is {chunk_size!r}: 64 suits most sizes",
     )
     require_choice(op, "implementation", implementation, IMPLEMENTATIONS)
     require_choice(op, "precision", precision, (None, *PRECISIONS))

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..._types import Implementation, Mask, Precision, SegmentIds, State
+from .._dtypes import accumulator
 from .._segments import boundaries
-from .chunked import chunked
+from .chunked import Options, chunked
 from .inputs import check_options, check_shapes
 from .reference import l2norm, reference, step
 from .residuals import Residuals
@@ -51,7 +52,7 @@ def gated_delta_rule(
             (NaN included) and its segment id are not looked at.
         scale: factor of the output, by default K^-1/2.
         use_qk_l2norm: normalise q and k in float32, x · rsqrt(Σ x² + l2norm_eps), in both directions. Without it, keys of norm 1 are expected.
-        chunk_size: tokens a chunk: a power of two below 16, or a multiple of 16.
+        chunk_size: tokens a chunk, a power of two.
         implementation: see below. "auto" is "xla" where no TPU kernel is built.
         precision: of the matrix products on an accelerator ("default": one bfloat16 or TF32 pass, "high": three, "highest": float32).
             By default "highest" for float32 inputs and "default" below. The inverse inside a chunk is always "highest".
@@ -76,11 +77,17 @@ def gated_delta_rule(
     name = "gated_delta_rule"
     check_shapes(name, q, k, v, g, beta, initial_state, segment_ids, mask)
     check_options(
-        name, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
-        scale=scale, l2norm_eps=l2norm_eps,
-    )  # fmt: skip
-    lead, (length, key_heads, key_size), (heads, value_size) = q.shape[:-3], q.shape[-3:], v.shape[-2:]
-    accumulate = jnp.promote_types(v.dtype, jnp.float32)
+        name,
+        chunk_size=chunk_size,
+        implementation=implementation,
+        precision=precision,
+        state_dtype=state_dtype,
+        residuals=residuals,
+        scale=scale,
+        l2norm_eps=l2norm_eps,
+    )
+    lead, length, key_size, (heads, value_size) = q.shape[:-3], q.shape[-3], q.shape[-1], v.shape[-2:]
+    accumulate = accumulator(v.dtype)
 
     def flat(x, axes):
         return None if x is None else x.reshape(-1, *x.shape[x.ndim - axes :])
@@ -89,9 +96,11 @@ def gated_delta_rule(
     if initial_state is None:
         initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)
     arrays = (
-        flat(q, 3), flat(k, 3), flat(v, 3), flat(g, 2), flat(beta.astype(accumulate), 2),
-        flat(initial_state.astype(accumulate), 3), flat(boundaries(segment_ids, mask), 1), flat(mask, 1),
-    )  # fmt: skip
+        *(flat(x, 3) for x in (q, k, v)),
+        *(flat(x, 2) for x in (g, beta.astype(accumulate))),
+        flat(initial_state.astype(accumulate), 3),
+        *(flat(x, 1) for x in (boundaries(segment_ids, mask), mask)),
+    )
     scale = key_size**-0.5 if scale is None else scale
     eps = l2norm_eps if use_qk_l2norm else None
     if precision is None:
@@ -99,11 +108,8 @@ def gated_delta_rule(
     if implementation == "reference":
         out, state = reference(*arrays, scale=scale, l2norm_eps=eps)
     else:
-        engine = chunked if implementation == "chunked" else xla
-        out, state = engine(
-            *arrays, scale=scale, l2norm_eps=eps, chunk_size=chunk_size, precision=precision, state_dtype=jnp.dtype(state_dtype),
-            residuals=residuals,
-        )  # fmt: skip
+        options = Options(scale, eps, chunk_size, precision, jnp.dtype(state_dtype), residuals)
+        out, state = (chunked if implementation == "chunked" else xla)(*arrays, options)
     return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
 
 
@@ -127,7 +133,7 @@ def gated_delta_step(
     """
     check_shapes("gated_delta_step", q, k, v, g, beta, initial_state, axis_t="")
     lead, key_size, heads, value_size = q.shape[:-2], q.shape[-1], *v.shape[-2:]
-    accumulate = jnp.promote_types(v.dtype, jnp.float32)
+    accumulate = accumulator(v.dtype)
     g = jnp.zeros(beta.shape, accumulate) if g is None else g
     if initial_state is None:
         initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)

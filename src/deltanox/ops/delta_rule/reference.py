@@ -65,12 +65,10 @@ def recurrence(
     batch, length = q.shape[:2]
     boundary = jnp.zeros((batch, length), bool) if boundary is None else boundary
     mask = jnp.ones((batch, length), bool) if mask is None else mask
-    pad = -length % BLOCK
-    tokens = [
-        jnp.moveaxis(jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2)), 1, 0)
-        .reshape(-1, BLOCK, *x.shape[:1], *x.shape[2:])  # fmt: skip
-        for x in (q, k, v, g, beta, boundary, mask)
-    ]
+
+    def blocks(x):
+        x = jnp.pad(x, [(0, 0), (0, -length % BLOCK)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x, 1, 0).reshape(-1, BLOCK, x.shape[0], *x.shape[2:])
 
     def token(state, inputs):
         q, k, v, g, beta, begins, real = inputs
@@ -86,7 +84,7 @@ def recurrence(
     def block(state, inputs):
         return jax.lax.scan(token, state, inputs)
 
-    state, out = jax.lax.scan(block, initial_state, tuple(tokens))
+    state, out = jax.lax.scan(block, initial_state, tuple(blocks(x) for x in (q, k, v, g, beta, boundary, mask)))
     out = jnp.moveaxis(out.reshape(-1, *out.shape[2:])[:length], 0, 1)
     return out, state
 

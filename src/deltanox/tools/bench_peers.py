@@ -1,0 +1,114 @@
+"""`deltanox bench peers`: the gated delta rule on this machine's CPU beside its peers, in one run, each in a process of its own.
+
+Peers that are not installed are left out and named. They are, on the Python that runs this:
+
+    pip install torch transformers                                         (transformers' chunked rule in PyTorch)
+    pip download --no-deps jax-linear-attention==0.1.0 && unzip ... -d FOLDER  (Python 3.12 or newer; pass --jla FOLDER)
+
+Each time is the median over the repeats after a warm-up, the ratio is ours over the peer's: below 1 we are faster.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+PEERS = ("deltanox", "jax-linear-attention", "transformers")
+
+
+def _inputs(arguments: argparse.Namespace):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shape = (arguments.batch, arguments.length, arguments.heads, arguments.size)
+    q, k, v = (rng.standard_normal(shape, dtype=np.float32) for _ in range(3))
+    g, beta = -rng.random(shape[:3], dtype=np.float32), rng.random(shape[:3], dtype=np.float32)
+    return q, k, v, g, beta
+
+
+def _jax(arguments: argparse.Namespace, op: Callable) -> tuple[Callable, Callable]:
+    import jax
+    import jax.numpy as jnp
+
+    inputs = [jnp.asarray(x) for x in _inputs(arguments)]
+    forward = jax.jit(op)
+    both = jax.jit(jax.grad(lambda *x: jnp.sum(op(*x) ** 2), argnums=tuple(range(5))))
+    return lambda: jax.block_until_ready(forward(*inputs)), lambda: jax.block_until_ready(both(*inputs))
+
+
+def _torch(arguments: argparse.Namespace) -> tuple[Callable, Callable]:
+    import torch
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as op
+
+    inputs = [torch.tensor(x, requires_grad=True) for x in _inputs(arguments)]
+
+    def forward():
+        with torch.no_grad():
+            op(*inputs, use_qk_l2norm_in_kernel=True)
+
+    def both():
+        op(*inputs, use_qk_l2norm_in_kernel=True)[0].square().sum().backward()
+
+    return forward, both
+
+
+def _pair(arguments: argparse.Namespace) -> tuple[Callable, Callable]:
+    """The forward pass, and the forward and backward passes, of one implementation."""
+    if arguments.only == "transformers":
+        return _torch(arguments)
+    if arguments.only == "jax-linear-attention":
+        sys.path.insert(0, arguments.jla or "")
+        from jla.ops.chunked import gated_delta_rule  # pyright: ignore[reportMissingImports]
+    else:
+        from deltanox.ops import gated_delta_rule
+    return _jax(arguments, lambda q, k, v, g, b: gated_delta_rule(q, k, v, g, b, use_qk_l2norm=True)[0])
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, float]:
+    result = {}
+    for name, run in zip(("forward", "both"), _pair(arguments)):
+        run()
+        times = []
+        for _ in range(arguments.repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        result[name] = statistics.median(times)
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="deltanox bench peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=2048, help="tokens")
+    parser.add_argument("--heads", type=int, default=16, help="key and value heads")
+    parser.add_argument("--size", type=int, default=128, help="size of a head")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--jla", metavar="FOLDER", help="an unpacked jax-linear-attention wheel")
+    parser.add_argument("--only", choices=PEERS, help=argparse.SUPPRESS)  # the child processes
+    arguments = parser.parse_args(argv)
+    if arguments.only:
+        print(json.dumps(_measure(arguments)))
+        return 0
+
+    print(
+        f"B={arguments.batch} T={arguments.length} H={arguments.heads} K=V={arguments.size} float32, seconds "
+        f"(medians of {arguments.repeats}), and ours / theirs"
+    )
+    print(f"{'':22} {'forward':>9} {'ratio':>6} {'forward+backward':>17} {'ratio':>6}")
+    ours = None
+    for peer in PEERS:
+        command = [sys.executable, "-m", "deltanox.cli", "bench", "peers", *argv, "--only", peer]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            print(f"{peer:22} left out: {last}")
+            continue
+        times = json.loads(done.stdout.strip().splitlines()[-1])
+        ours = ours or (times if peer == "deltanox" else None)
+        ratios = {name: f"{ours[name] / seconds:.2f}" if ours else "-" for name, seconds in times.items()}
+        print(f"{peer:22} {times['forward']:9.3f} {ratios['forward']:>6} {times['both']:17.3f} {ratios['both']:>6}")
+    return 0
