@@ -108,6 +108,7 @@ def test_gradient_of_the_whole_by_differences(getkey):
         q, k, v = (x.astype(jnp.float64) for x in draw(getkey(), 4, 6, 2, 1, 3, 2))
         step = [x.astype(jnp.float64) for x in draw(getkey(), 4, 6, 2, 1, 3, 2)]
 
+        @jax.jit
         def loss(q, k, v):
             return jnp.sum(jnp.sin(causal_attention(q, k, v, offset=2)))
 

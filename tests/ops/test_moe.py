@@ -72,7 +72,7 @@ def test_weights_sum_to_one_and_ties_take_the_lower_index(getkey):
 
 @pytest.mark.parametrize(
     "T, k, E, block_size",
-    [(1, 1, 1, None), (1, 3, 8, None), (37, 2, 5, None), (37, 2, 5, 3), (20, 5, 5, 1), (7, 2, 64, 16)],
+    [(1, 1, 1, None), (1, 3, 8, None), (37, 2, 5, 3), (20, 5, 5, 1), (7, 2, 64, 16)],
 )
 def test_values(getkey, T, k, E, block_size):
     args = draw(getkey(), T, k, E, 6, 4)
@@ -88,7 +88,7 @@ def test_no_token_is_dropped_when_all_go_to_one_expert(getkey, target):
 
 def test_layout_places_every_assignment_once(getkey):
     groups = jax.random.randint(getkey(), (53,), 0, 9, jnp.int32)  # 8 is nobody's
-    layout = lay_out(groups, 8, 4)
+    layout = jax.jit(lay_out, static_argnums=(1, 2))(groups, 8, 4)
     source, slot = np.asarray(layout.source).ravel(), np.asarray(layout.slot)
     for a, e in enumerate(np.asarray(groups)):
         if e == 8:
