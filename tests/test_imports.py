@@ -98,7 +98,9 @@ def test_rooms_of_one_rank_form_no_circle():
 def test_import_loads_nothing_heavy():
     heavy = {"matplotlib", "optax", "tqdm", "torch", "transformers", "safetensors", "beartype", "orbax", "flax"}
     code = "import sys, equinox; before = set(sys.modules); import deltanox; print(*set(sys.modules) - before)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment()).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment()
+    ).stdout
     names = {name.split(".")[0] for name in loaded.split()}
     assert "deltanox" in names
     assert names & heavy == set()
@@ -112,7 +114,11 @@ def test_import_costs_at_most_half_more_than_equinox_and_optax():
     for _ in range(5):
         for names in best:
             run = subprocess.run(
-                [sys.executable, "-c", code.format(names)], capture_output=True, text=True, check=True, env=_environment()
+                [sys.executable, "-c", code.format(names)],
+                capture_output=True,
+                text=True,
+                check=True,
+                env=_environment(),
             )
             best[names] = min(best[names], float(run.stdout))
     print(best)

@@ -64,7 +64,8 @@ def test_kept_fields_of_the_model_itself_and_of_shapes(getkey):
     norm = Precision(parameter="bfloat16").cast_parameters(Norm(jnp.ones(2, jnp.bfloat16)))
     assert norm.weight.dtype == jnp.float32
     shapes = eqx.filter_eval_shape(Precision(compute="bfloat16").cast_compute, make(getkey))
-    assert shapes.head.dtype == jnp.bfloat16 and shapes.layers["a"][0].A_log.dtype == jnp.float32
+    assert shapes.head.dtype == jnp.bfloat16
+    assert shapes.layers["a"][0].A_log.dtype == jnp.float32
 
 
 def test_gradients_arrive_in_the_stored_dtype(getkey):

@@ -3,8 +3,8 @@
     for token in stream(model, prompt, max_new_tokens=100, sampler=Sampler(temperature=0.7), key=key):
         ...                                             # one token, as soon as it is there
 
-`stream` is the loop, `generate` collects it into an array, `prefill` and `decode` are its two compiled parts for loops of
-one's own, and `sample` picks a token from logits. Batches may be ragged: `pad_prompts` makes rows and mask of lists.
+`stream` is the loop, `generate` collects it into an array, `prefill` and `decode` are its two compiled parts for loops
+of one's own, and `sample` picks a token from logits. Batches may be ragged: `pad_prompts` makes rows and mask of lists.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ def _is_number(value) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How a token is drawn from logits: divided by `temperature`, cut to the `top_k` largest, cut to the smallest set that
-    holds the probability `top_p`, then drawn in proportion to what is left.
+    """How a token is drawn from logits: divided by `temperature`, cut to the `top_k` largest, cut to the smallest set
+    that holds the probability `top_p`, then drawn in proportion to what is left.
 
     - `temperature`: 0 takes the most likely token (the lowest id of equal ones), 1 the model's own distribution.
     - `top_k`: tokens to choose from; None for all. Tokens as likely as the k-th stay in.
-    - `top_p`: probability, in (0, 1], that the chosen set must reach; the most likely token always stays in. Tokens as likely as
-      the last one needed stay in.
+    - `top_p`: probability, in (0, 1], that the chosen set must reach; the most likely token always stays in. Tokens as
+      likely as the last one needed stay in.
 
     **Raises**: `ValueError` for values out of range.
     """
@@ -45,13 +45,19 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self):
-        for name, holds, rule in (
-            ("temperature", _is_number(self.temperature) and 0 <= self.temperature < float("inf"), "a number of at least 0"),
-            ("top_k", self.top_k is None or (_is_number(self.top_k) and self.top_k == int(self.top_k) and self.top_k >= 1),
-             "an integer of at least 1, or None for all tokens"),
-            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):  # fmt: skip
-            require(holds, f"Sampler: `{name}` must be {rule}, but it is {getattr(self, name)!r}")
+        temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
+        require(
+            _is_number(temperature) and 0 <= temperature < float("inf"),
+            f"Sampler: `temperature` must be a number of at least 0, but it is {temperature!r}",
+        )
+        require(
+            top_k is None or (_is_number(top_k) and top_k == int(top_k) and top_k >= 1),
+            f"Sampler: `top_k` must be an integer of at least 1, or None for all tokens, but it is {top_k!r}",
+        )
+        require(
+            _is_number(top_p) and 0 < top_p <= 1,
+            f"Sampler: `top_p` must be above 0 and at most 1, but it is {top_p!r}",
+        )
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
 
@@ -63,8 +69,9 @@ GREEDY = Sampler(temperature=0.0)
 def sample(logits: Float[Array, "*B N"], sampler: Sampler, *, key: PRNGKeyArray | None = None) -> Int[Array, "*B"]:
     """One token for each row of logits.
 
-    **Arguments:** `logits`: of any scale, in float32; `sampler`: see `Sampler`; `key`: may be None only at temperature 0. Every row is
-    drawn with a key of its own, made of `key` and the row's number: a row's token doesn't depend on how many rows there are.
+    **Arguments:** `logits`: of any scale, in float32; `sampler`: see `Sampler`; `key`: may be None only at temperature
+    0. Every row is drawn with a key of its own, made of `key` and the row's number: a row's token doesn't depend on
+    how many rows there are.
 
     **Returns:** int32 ids. A row that holds a NaN yields -1 (`NO_TOKEN`): there is no most likely token.
 
@@ -74,7 +81,10 @@ def sample(logits: Float[Array, "*B N"], sampler: Sampler, *, key: PRNGKeyArray 
     if sampler.temperature == 0:
         token = jnp.argmax(rows, axis=-1).astype(jnp.int32)
     else:
-        require(key is not None, f"sample: a `key` is needed at temperature {sampler.temperature}: pass key=jax.random.key(...)")
+        require(
+            key is not None,
+            f"sample: a `key` is needed at temperature {sampler.temperature}: pass key=jax.random.key(...)",
+        )
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows.shape[0]))
         kept = keep(rows / jnp.asarray(sampler.temperature, rows.dtype), sampler)
         token = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
@@ -104,7 +114,9 @@ def keep(logits: Float[Array, "*B N"], sampler: Sampler) -> Float[Array, "*B N"]
     return logits
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], *, side: str = "left") -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], *, side: str = "left"
+) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
     """Rows of equal length, padded on the given side ("left" or "right"), and the mask that is False at the padding.
 
     **Raises:** `ValueError` for no prompts, an empty one, or another side.
@@ -113,7 +125,8 @@ def pad_prompts(prompts: Sequence[Sequence[int]], *, side: str = "left") -> tupl
     lengths = [len(prompt) for prompt in prompts]
     require(
         min(lengths, default=0) >= 1,
-        f"pad_prompts: there must be prompts of at least one token, but their lengths are {lengths}: begin an empty prompt "
+        f"pad_prompts: there must be prompts of at least one token, but their lengths are {lengths}: begin an empty "
+        f"prompt "
         "with the token that begins a document",
     )
     tokens = np.zeros((len(prompts), max(lengths)), np.int32)
@@ -131,8 +144,8 @@ def prefill(
 ) -> tuple[Float[Array, "B N"], HybridState]:
     """Read prompts in one pass; compiled for each shape and capacity.
 
-    **Arguments:** `model`; `tokens`: prompts; `mask`: False at padding, on either side; `capacity`: room in the attention caches, padding
-    and the tokens to come included.
+    **Arguments:** `model`; `tokens`: prompts; `mask`: False at padding, on either side; `capacity`: room in the
+    attention caches, padding and the tokens to come included.
 
     **Returns:** `(logits, state)`: logits after each row's last real token, and the states, with the batch in front.
     """
@@ -192,8 +205,8 @@ def stream(
 ) -> Iterator[Int[np.ndarray, "*B"]]:
     """Generate, one token a row at a time.
 
-    The arguments are checked at the call, before anything is compiled; then each step is one dispatch of one compiled function. The next
-    step is dispatched before a token is handed out, so the device isn't kept waiting by the reader.
+    The arguments are checked at the call, before anything is compiled; then each step is one dispatch of one compiled
+    function. The next step is dispatched before a token is handed out, so the device isn't kept waiting by the reader.
 
     **Arguments:**
 
@@ -201,16 +214,18 @@ def stream(
     - `prompt`: tokens [T], or [B T] for a batch; ragged ones with `mask` (see `pad_prompts`).
     - `max_new_tokens`: at most so many.
     - `sampler`: how tokens are drawn; greedy by default.
-    - `stop_tokens`: a row ends with the first of these that it draws; it yields -1 from then on, and generation ends with the last row.
+    - `stop_tokens`: a row ends with the first of these that it draws; it yields -1 from then on, and generation ends
+      with the last row.
     - `mask`: False at padding, left or right.
-    - `capacity`: slots of the attention caches; by default what is needed, rounded up to a multiple of 64. Prompts of different lengths
-      with one capacity share one compiled step.
-    - `key`: for sampling. The tokens are a function of key, prompt and model; a row's don't depend on the rows beside it.
+    - `capacity`: slots of the attention caches; by default what is needed, rounded up to a multiple of 64. Prompts of
+      different lengths with one capacity share one compiled step.
+    - `key`: for sampling. The tokens are a function of key, prompt and model; a row's don't depend on the rows beside
+      it.
 
     **Returns:** an iterator of int32 arrays: [] for a prompt [T], [B] for a batch.
 
-    **Raises:** `ValueError` for a prompt that is empty or holds ids outside the vocabulary, a mask that doesn't fit, a capacity that is too
-    small, or a missing key; `FloatingPointError` where the logits are NaN.
+    **Raises:** `ValueError` for a prompt that is empty or holds ids outside the vocabulary, a mask that doesn't fit, a
+    capacity that is too small, or a missing key; `FloatingPointError` where the logits are NaN.
     """
     prompt, mask, capacity = _check_request(model, prompt, mask, max_new_tokens, capacity, sampler, stop_tokens, key)
     return _stream(model, prompt, mask, capacity, max_new_tokens, sampler, tuple(stop_tokens), key)
@@ -236,7 +251,8 @@ def _stream(model, prompt, mask, capacity, max_new_tokens, sampler, stop_tokens,
         bad = (drawn == NO_TOKEN) & ~done
         if bad.any():
             raise FloatingPointError(
-                f"stream: the logits of row {int(np.argmax(bad))} are NaN at new token {i}: the weights hold NaN or infinity, or "
+                f"stream: the logits of row {int(np.argmax(bad))} are NaN at new token {i}: the weights hold NaN or "
+                f"infinity, or "
                 "overflow in the compute dtype; try Precision(compute='float32')"
             )
         out = np.where(done, NO_TOKEN, drawn).astype(np.int32)
@@ -257,9 +273,11 @@ def generate(
     capacity: int | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Int[np.ndarray, "*B new"]:
-    """All new tokens of `stream`, which has the same arguments, as one array: at most `max_new_tokens` long, -1 after a row's stop token."""
+    """All new tokens of `stream`, which has the same arguments, as one array: at most `max_new_tokens` long, -1 after
+    a row's stop token."""
     tokens = stream(
-        model, prompt, max_new_tokens=max_new_tokens, sampler=sampler, stop_tokens=stop_tokens, mask=mask, capacity=capacity, key=key
+        model, prompt, max_new_tokens=max_new_tokens, sampler=sampler, stop_tokens=stop_tokens, mask=mask,
+        capacity=capacity, key=key
     )  # fmt: skip
     return np.stack(list(tokens), axis=-1)
 
@@ -277,19 +295,24 @@ def _check_request(model, prompt, mask, max_new_tokens, capacity, sampler, stop_
             mask.shape == prompt.shape and mask.dtype == bool,
             f"stream: `mask` must be booleans of the prompt's shape {prompt.shape}, but it is {describe(mask)}",
         )
-        require(mask.any(-1).all(), "stream: every row of the prompt must have a real token, but `mask` is False along a whole row")
+        require(
+            bool(mask.any(-1).all()),
+            "stream: every row of the prompt must have a real token, but `mask` is False along a whole row",
+        )
     real = prompt if mask is None else prompt[mask]
     for name, ids in (("prompt", real), ("stop_tokens", np.asarray(tuple(stop_tokens), np.int64))):
         wrong = ids[(ids < 0) | (ids >= model.vocab_size)]
         require(
             wrong.size == 0,
-            f"stream: `{name}` must hold ids in [0, {model.vocab_size}), the model's vocabulary, but there is {wrong.ravel()[:1].tolist()}",
+            f"stream: `{name}` must hold ids in [0, {model.vocab_size}), the model's vocabulary, but there is "
+            f"{wrong.ravel()[:1].tolist()}",
         )
     # the last token drawn is never fed
     needed = prompt.shape[-1] + max_new_tokens - 1
     require(
         capacity is None or capacity >= needed,
-        f"stream: `capacity` must be at least the prompt's length + max_new_tokens - 1 = {needed}, but it is {capacity}: "
+        f"stream: `capacity` must be at least the prompt's length + max_new_tokens - 1 = {needed}, but it is "
+        f"{capacity}: "
         "raise it, or ask for fewer tokens",
     )
     require(

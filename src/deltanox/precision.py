@@ -1,8 +1,9 @@
 """Which dtype each part of a model is stored, computed and accumulated in.
 
-A model's arrays are of two kinds. Most are weights of matrix products, which tolerate bfloat16. A few are kept in float32 by
-their layer, because a rounding there is not noise but another model: the decay rates (`A_log`, `dt_bias`: bfloat16 changes a
-head's memory by up to 0.8 %) and the weight of the gated norm. A layer says which of its fields those are:
+A model's arrays are of two kinds. Most are weights of matrix products, which tolerate bfloat16. A few are kept in
+float32 by their layer, because a rounding there is not noise but another model: the decay rates (`A_log`, `dt_bias`:
+bfloat16 changes a head's memory by up to 0.8 %) and the weight of the gated norm. A layer says which of its fields
+those are:
 
     class GatedDeltaNet(eqx.Module):
         keep_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -27,14 +28,14 @@ class Precision:
     """The dtypes of a model, of its activations and of its recurrent state.
 
     - `parameter`: dtype in which weights are stored and updated by the optimiser.
-    - `compute`: dtype of weights and activations in the forward and backward pass. Norms, softmax, rotary tables, gates and
-      the recurrence are float32 inside whatever it is.
-    - `state`: dtype in which the recurrence keeps its states, float32 by default: over 2,048 tokens a bfloat16 state drifts
-      by 1e-2, a float32 one by 3e-7.
+    - `compute`: dtype of weights and activations in the forward and backward pass. Norms, softmax, rotary tables,
+      gates and the recurrence are float32 inside whatever it is.
+    - `state`: dtype in which the recurrence keeps its states, float32 by default: over 2,048 tokens a bfloat16 state
+      drifts by 1e-2, a float32 one by 3e-7.
     - `decay`: dtype of the arrays that layers list in `keep_float32`: float32 or float64.
 
-    Each is given as a string ("bfloat16", "float16", "float32", "float64") or a dtype, and kept as a numpy dtype, so that two
-    records of the same dtypes are equal and hash equally.
+    Each is given as a string ("bfloat16", "float16", "float32", "float64") or a dtype, and kept as a numpy dtype, so
+    that two records of the same dtypes are equal and hash equally.
 
     **Raises**: `ValueError` for anything that is not one of these dtypes, and for a `decay` below float32.
     """
@@ -49,7 +50,8 @@ class Precision:
             object.__setattr__(self, field.name, _dtype(field.name, getattr(self, field.name)))
         if self.decay.itemsize < 4:
             raise ValueError(
-                f"Precision: `decay` must be float32 or float64, but it is {self.decay.name}: the decay rates of a head "
+                f"Precision: `decay` must be float32 or float64, but it is {self.decay.name}: the decay rates of a "
+                f"head "
                 "cannot be told apart in 16 bits, so leave it at float32"
             )
 
@@ -104,6 +106,7 @@ def _dtype(name: str, value: Any) -> np.dtype:
         dtype = None
     if dtype is None or dtype.name not in _NAMES:
         raise ValueError(
-            f"Precision: `{name}` must be one of {', '.join(map(repr, _NAMES))} (a string or a dtype), but it is {value!r}"
+            f"Precision: `{name}` must be one of {', '.join(map(repr, _NAMES))} (a string or a dtype), but it is "
+            f"{value!r}"
         )
     return dtype

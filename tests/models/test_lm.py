@@ -25,7 +25,8 @@ CLOSE = 1e-5
 
 
 def make(config, seed):
-    """A model whose norms and gates aren't at their neutral start, so that a forgotten one shows; filled by numpy, which compiles nothing."""
+    """A model whose norms and gates aren't at their neutral start, so that a forgotten one shows; filled by numpy,
+    which compiles nothing."""
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
@@ -67,12 +68,18 @@ def memory(state):
         yield from [block.position] if isinstance(block, KVCache) else jax.tree.leaves(block)
 
 
-# Compiling is what takes the time: most tests read sequences of 12 tokens, or parts of 1, 4 and 7 into caches of 16 slots.
+# Compiling is what takes the time: most tests read sequences of 12 tokens, or 1, 4 and 7 into caches of 16 slots.
 
 
 @pytest.mark.parametrize(
     "kind, parts",
-    [("model", [1] * 12), ("model", [4, 4, 4]), ("model", [7, 1, 4]), ("model", [1, 7, 4]), ("sparse", [4, 1, 1, 1, 4, 1])],
+    [
+        ("model", [1] * 12),
+        ("model", [4, 4, 4]),
+        ("model", [7, 1, 4]),
+        ("model", [1, 7, 4]),
+        ("sparse", [4, 1, 1, 1, 4, 1]),
+    ],
 )
 def test_prefill_in_any_split_then_decode_equals_one_pass(request, getkey, kind, parts):
     model = request.getfixturevalue(kind)
@@ -89,16 +96,15 @@ def test_prefill_in_any_split_then_decode_equals_one_pass(request, getkey, kind,
 
 def test_a_returned_state_goes_on_when_resized(getkey, model):
     tokens = draw(getkey, 13)
-    want, _ = run(model, tokens[1:])
     _, state = run(model, tokens[:12])
     assert state.capacity == 12
     got, after = run(model, tokens[12:], state.resize(16))
     assert after.capacity == 16
-    overflowed, _ = eqx.filter_jit(HybridLM.__call__)(model, tokens[12:], state)
+    _, roomy = run(model, tokens[:12], model.init_state(16))
+    want, _ = run(model, tokens[12:], roomy)
+    assert rel(got, want) < CLOSE
+    overflowed, _ = run(model, tokens[12:], state)
     assert np.isnan(overflowed).all()
-    one_more, _ = run(model, tokens[:12], model.init_state(16))
-    straight, _ = run(model, tokens[12:], _)
-    assert rel(got, straight) < CLOSE and np.isfinite(want).all()
 
 
 def test_packed_equals_separate(getkey, model):
@@ -157,7 +163,8 @@ def check_gradient(got, want=None):
         jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(got if want is None else want), strict=True
     ):
         name = jax.tree_util.keystr(path)
-        assert np.isfinite(a).all() and np.isfinite(b).all(), name
+        assert np.isfinite(a).all(), name
+        assert np.isfinite(b).all(), name
         assert np.abs(np.asarray(a)).max() > 0, name
         assert rel(a, b) < 1e-4, name
 
@@ -206,9 +213,11 @@ def test_a_tied_head_is_one_array_with_the_gradients_of_both_uses(getkey, untied
     tied = eqx.tree_at(lambda m: m.head, untied, None)
     assert len(jax.tree.leaves(tied)) == len(jax.tree.leaves(untied)) - 1
     tokens = draw(getkey, 6)
-    assert tied.head_weight is tied.embedding and untied.head_weight is untied.head
+    assert tied.head_weight is tied.embedding
+    assert untied.head_weight is untied.head
     one, two = gradient(tied, tokens), gradient(untied, tokens)
-    assert np.abs(np.asarray(two.embedding)).max() > 0 and np.abs(np.asarray(two.head)).max() > 0
+    assert np.abs(np.asarray(two.embedding)).max() > 0
+    assert np.abs(np.asarray(two.head)).max() > 0
     assert rel(one.embedding, two.embedding + two.head) < CLOSE
 
 
@@ -238,9 +247,7 @@ def test_explicit_positions_pass_through(getkey, model):
     default, _ = run(model, tokens)
     np.testing.assert_array_equal(run(model, tokens, positions=count)[0], default)
     assert rel(run(model, tokens, positions=count * 3)[0], default) > 1e-4
-    sections = make(
-        Qwen3_5Config(**{**CONFIG.__dict__, "rotary_fraction": 0.5, "mrope_sections": (2, 1, 1)}), 0
-    )
+    sections = make(Qwen3_5Config(**{**CONFIG.__dict__, "rotary_fraction": 0.5, "mrope_sections": (2, 1, 1)}), 0)
     text, _ = run(sections, tokens)
     np.testing.assert_array_equal(run(sections, tokens, positions=jnp.broadcast_to(count, (3, 12)))[0], text)
     assert rel(run(sections, tokens, positions=jnp.stack([count // 4, count // 2, count % 2]))[0], text) > 1e-4
@@ -275,9 +282,11 @@ def test_a_token_outside_the_vocabulary_is_nan(getkey, model, token):
 
 @pytest.fixture(scope="module")
 def wide():
-    """Heads of 32 and more: below, XLA's CPU code sums over a head in another order when the shapes around it change."""
+    """Heads of 32 and more: below, XLA's CPU code sums over a head in another order when the shapes around it
+    change."""
     config = {
-        **CONFIG.__dict__, "embed_size": 64, "num_layers": 4, "full_attention_interval": 4, "mlp_size": 96, "key_head_size": 32,
+        **CONFIG.__dict__, "embed_size": 64, "num_layers": 4, "full_attention_interval": 4, "mlp_size": 96,
+        "key_head_size": 32,
         "value_head_size": 48, "head_size": 64,
     }  # fmt: skip
     return make(Qwen3_5Config(**config), 2)
@@ -305,9 +314,9 @@ def unchecked():
 @pytest.mark.parametrize(
     "tokens, kwargs, sentence",
     [
-        (jnp.zeros((2, 5), int), {}, r"`tokens` must be integers \[T\], but it is int32\[2, 5\]: map a batch with jax.vmap"),
+        (jnp.zeros((2, 5), int), {}, r"`tokens` must be .* int32\[2, 5\]: map a batch with jax.vmap"),
         (jnp.zeros(5), {}, r"`tokens` must be integers \[T\], but it is float32\[5\]"),
-        (jnp.zeros(5, int), {"mask": jnp.ones((1, 5), bool)}, r"`mask` must be \[T\] like tokens: int32\[5\], but it is bool\[1, 5\]"),
+        (jnp.zeros(5, int), {"mask": jnp.ones((1, 5), bool)}, r"`mask` must be .* tokens: int32\[5\], but .* bool\[1, 5\]"),
         (jnp.zeros(5, int), {"segment_ids": jnp.zeros(4, int)}, r"`segment_ids` must be \[T\] like tokens"),
         (jnp.zeros(5, int), {"positions": jnp.zeros((5, 3), int)}, r"`positions` must be \[T\] or \[3 T\]"),
     ],

@@ -21,13 +21,25 @@ COUNTS = {
     "122B-A10B": 122_111_526_912,
     "397B-A17B": 396_346_350_336,
 }
-TENSORS = {"0.8B": 320, "2B": 320, "4B": 426, "9B": 427, "27B": 851, "35B-A3B": 693, "122B-A10B": 831, "397B-A17B": 1038}
+TENSORS = {
+    "0.8B": 320,
+    "2B": 320,
+    "4B": 426,
+    "9B": 427,
+    "27B": 851,
+    "35B-A3B": 693,
+    "122B-A10B": 831,
+    "397B-A17B": 1038,
+}
 
 SMALL = dict(
-    vocab_size=300, embed_size=32, num_layers=4, num_key_heads=2, num_value_heads=4, num_heads=4, num_kv_heads=2, mlp_size=48,
+    vocab_size=300, embed_size=32, num_layers=4, num_key_heads=2, num_value_heads=4, num_heads=4, num_kv_heads=2,
+    mlp_size=48,
     key_head_size=8, value_head_size=8, head_size=16,
 )  # fmt: skip
-SPARSE = {k: v for k, v in SMALL.items() if k != "mlp_size"} | dict(num_experts=4, top_k=2, expert_size=8, shared_size=8)
+SPARSE = {k: v for k, v in SMALL.items() if k != "mlp_size"} | dict(
+    num_experts=4, top_k=2, expert_size=8, shared_size=8
+)
 
 
 def shapes(config):
@@ -72,7 +84,11 @@ def test_dtypes_of_the_weights():
 def test_the_last_block_of_a_period_is_attention():
     config = Qwen3_5Config(**SMALL | dict(num_layers=6, full_attention_interval=3))
     period = shapes(config).layers.layers
-    assert [type(block.mixer).__name__ for block in period.blocks] == ["GatedDeltaNet", "GatedDeltaNet", "GatedAttention"]
+    assert [type(block.mixer).__name__ for block in period.blocks] == [
+        "GatedDeltaNet",
+        "GatedDeltaNet",
+        "GatedAttention",
+    ]
     assert config.num_periods == 2
 
 
@@ -98,7 +114,8 @@ def test_the_last_block_of_a_period_is_attention():
         ({"mrope_sections": (11, 11, 10)}, "`mrope_sections` must be three integers that add up to .* 2"),
         ({"mrope_sections": (1, 1)}, "`mrope_sections` must be three integers"),
         ({"top_k": 2}, "`top_k` must be 0 in a model without experts"),
-        ({"num_experts": 4, "top_k": 2, "expert_size": 8, "shared_size": 8}, "`mlp_size` must be 0 in a model with experts"),
+        ({"num_experts": 4, "top_k": 2, "expert_size": 8, "shared_size": 8},
+        "`mlp_size` must be 0 in a model with experts"),
         ({"num_experts": -1}, "`num_experts` must be an integer of at least 1, but it is -1"),
     ],
 )  # fmt: skip
@@ -122,7 +139,8 @@ def test_refuses_experts(unchecked, change, sentence):
 
 def test_is_a_record():
     config = Qwen3_5Config(**SMALL)
-    assert hash(config) == hash(dataclasses.replace(config)) and config == dataclasses.replace(config)
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert config == dataclasses.replace(config)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.embed_size = 3
 

@@ -58,7 +58,7 @@ class Bare(eqx.Module):
 def loop(stack, x, states=None, **kwargs):
     new, stats = [], []
     for i in range(len(stack)):
-        state = None if states is None else jax.tree.map(lambda s: s[i], states)
+        state = None if states is None else jax.tree.map(lambda s, i=i: s[i], states)
         x, state, stat = stack[i](x, state, **kwargs)
         new.append(state)
         stats.append(stat)
@@ -76,7 +76,9 @@ def test_equals_a_python_loop(getkey, stack, given):
     x = jax.random.normal(getkey(), (7, 5))
     states = jax.random.normal(getkey(), (4, 5)) if given else None
     mask = jnp.array([False, True, True, True, True, False, True])
-    for got, want in zip(jax.tree.leaves(stack(x, states, mask=mask)), jax.tree.leaves(loop(stack, x, states, mask=mask))):
+    for got, want in zip(
+        jax.tree.leaves(stack(x, states, mask=mask)), jax.tree.leaves(loop(stack, x, states, mask=mask))
+    ):
         assert got.dtype == want.dtype
         assert rel(got, want) < 1e-6
 
@@ -115,7 +117,8 @@ def test_layers_without_state_or_statistics():
     stack = Stack(lambda key: Bare(jnp.full((2,), 3.0)), 3, key=jax.random.key(0))
     y, states, stats = stack(jnp.ones((4, 2)))
     np.testing.assert_array_equal(y, np.full((4, 2), 27.0))
-    assert states is None and stats is None
+    assert states is None
+    assert stats is None
 
 
 def test_init_state_is_stacked(stack):

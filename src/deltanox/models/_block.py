@@ -16,9 +16,9 @@ class HybridBlock(eqx.Module):
 
         h ← h + mixer(input_norm(h))          h ← h + mlp(post_attention_norm(h))
 
-    The mixer is anything that is called as `mixer(x, state, segment_ids=, mask=) -> (y, state)`, here `GatedDeltaNet` or
-    `GatedAttention`; if it also takes `positions`, it gets them. The feed-forward part is called as `mlp(x) -> y`; if it
-    takes `mask`, as a mixture of experts does, then as `mlp(x, mask=) -> (y, stats)`.
+    The mixer is anything that is called as `mixer(x, state, segment_ids=, mask=) -> (y, state)`, here `GatedDeltaNet`
+    or `GatedAttention`; if it also takes `positions`, it gets them. The feed-forward part is called as `mlp(x) -> y`;
+    if it takes `mask`, as a mixture of experts does, then as `mlp(x, mask=) -> (y, stats)`.
 
     Source: Qwen3-Next and Qwen3.5 (decoder layer).
     """
@@ -31,7 +31,8 @@ class HybridBlock(eqx.Module):
     has_router: bool = eqx.field(static=True)
 
     def __init__(self, mixer: PyTree, mlp: PyTree, *, embed_size: int, eps: float = 1e-6, dtype: DTypeLike):
-        """**Arguments:** `mixer`, `mlp`: see above; `embed_size`: D; `eps`: of the norms; `dtype`: of the norms' weights."""
+        """**Arguments:** `mixer`, `mlp`: see above; `embed_size`: D; `eps`: of the norms; `dtype`: of the norms'
+        weights."""
         self.mixer = mixer
         self.mlp = mlp
         self.input_norm = RMSNorm(embed_size, eps=eps, dtype=dtype)
@@ -52,7 +53,8 @@ class HybridBlock(eqx.Module):
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
     ) -> tuple[Float[Array, "T D"], PyTree, PyTree | None]:
-        """**Returns:** `(y, state, stats)`: y of x's shape and dtype, the mixer's new state, and the router's sums (None for a dense block).
+        """**Returns:** `(y, state, stats)`: y of x's shape and dtype, the mixer's new state, and the router's sums
+        (None for a dense block).
 
         **Raises:** `ValueError` of the mixer, for shapes that don't fit.
         """
@@ -67,7 +69,8 @@ class HybridBlock(eqx.Module):
 class HybridState(eqx.Module):
     """What a model remembers of the tokens that it has read.
 
-    - `blocks`: one entry for each block of the period, `DeltaNetState` or `KVCache`; in a model each array has a leading axis, the period.
+    - `blocks`: one entry for each block of the period, `DeltaNetState` or `KVCache`; in a model each array has a
+      leading axis, the period.
     """
 
     blocks: tuple[PyTree, ...]
@@ -79,7 +82,8 @@ class HybridState(eqx.Module):
         return min(sizes) if sizes else None
 
     def resize(self, capacity: int) -> "HybridState":
-        """The same memory with room for `capacity` tokens in the attention caches; any leading axes (periods, a batch) stay.
+        """The same memory with room for `capacity` tokens in the attention caches; any leading axes (periods, a batch)
+        stay.
 
         **Raises:** outside jit, `ValueError` if tokens that are held would be lost.
         """
@@ -89,7 +93,8 @@ class HybridState(eqx.Module):
 
 
 class HybridPeriod(eqx.Module):
-    """Blocks one after the other, unlike each other: what a stack repeats (in Qwen3.5 three delta-rule blocks and one of attention)."""
+    """Blocks one after the other, unlike each other: what a stack repeats (in Qwen3.5 three delta-rule blocks and one
+    of attention)."""
 
     blocks: tuple[HybridBlock, ...]
 

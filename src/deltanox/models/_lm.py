@@ -19,8 +19,9 @@ from ._block import HybridPeriod, HybridState
 class HybridLM(eqx.Module):
     """Tokens to logits: x = embedding[tokens];  x ← period_i(x) for each period;  logits = norm(x) headᵀ.
 
-    The model is unbatched: `jax.vmap(model)(tokens)` runs a batch, with states, segment ids, masks and positions mapped along.
-    It computes in its embedding's dtype (cast it with `Precision.cast_compute`), and returns logits in float32.
+    The model is unbatched: `jax.vmap(model)(tokens)` runs a batch, with states, segment ids, masks and positions
+    mapped along. It computes in its embedding's dtype (cast it with `Precision.cast_compute`), and returns logits in
+    float32.
 
     - `embedding`: [N D].
     - `layers`: the stack of periods; `model.layers[i].blocks[j]` is block j of period i.
@@ -113,12 +114,13 @@ class HybridLM(eqx.Module):
 
         **Arguments:** as `__call__`.
 
-        **Returns:** `(hidden, state, stats)`: the final norm's output in the activations' dtype, the new state, and the routers' sums over
-        all layers and real tokens (`RouterStats`, None for a dense model).
+        **Returns:** `(hidden, state, stats)`: the final norm's output in the activations' dtype, the new state, and
+        the routers' sums over all layers and real tokens (`RouterStats`, None for a dense model).
         """
         require(
             tokens.ndim == 1 and jnp.issubdtype(tokens.dtype, jnp.integer),
-            f"HybridLM: `tokens` must be integers [T], but it is {describe(tokens)}: map a batch with jax.vmap(model)(tokens), "
+            f"HybridLM: `tokens` must be integers [T], but it is {describe(tokens)}: map a batch with "
+            f"jax.vmap(model)(tokens), "
             "and cast with .astype(jnp.int32)",
         )
         for name, x in (("segment_ids", segment_ids), ("mask", mask)):
@@ -158,11 +160,13 @@ class HybridLM(eqx.Module):
         **Arguments:**
 
         - `tokens`: ids in [0, N); any other id gives NaN, at the tokens after it too and, within its chunk, before it.
-        - `state`: of `init_state` or of an earlier call: the tokens continue where it ended, one or many at a time. None is the empty
-          state; the state returned then has no room for more tokens in its attention caches (make some with `state.resize`).
+        - `state`: of `init_state` or of an earlier call: the tokens continue where it ended, one or many at a time.
+          None is the empty state; the state returned then has no room for more tokens in its attention caches (make
+          some with `state.resize`).
         - `segment_ids`: documents packed in a row: any change between neighbours is a boundary that nothing crosses.
         - `mask`: False at padding, left, right or between. Logits at padding are finite and mean nothing.
-        - `positions`: rotary positions, [T] or [3 T]; by default real tokens are counted from the segment's beginning on.
+        - `positions`: rotary positions, [T] or [3 T]; by default real tokens are counted from the segment's beginning
+          on.
 
         **Returns:** `(logits, state)`: float32 logits, and the state after the last real token.
 

@@ -26,7 +26,8 @@ class Qwen3_5Config:
     - `vocab_size`: N [vocab_size].
     - `embed_size`: D [hidden_size].
     - `num_layers`: blocks, a multiple of the interval [num_hidden_layers].
-    - `full_attention_interval`: every so many blocks one is attention, the last of its period [full_attention_interval].
+    - `full_attention_interval`: every so many blocks one is attention, the last of its period
+      [full_attention_interval].
     - `tied_head`: the embedding is the head too [tie_word_embeddings].
     - `eps`: of every norm [rms_norm_eps].
 
@@ -39,18 +40,21 @@ class Qwen3_5Config:
 
     Attention blocks:
 
-    - `num_heads`, `num_kv_heads`: query heads, a multiple of the key-value heads [num_attention_heads, num_key_value_heads].
+    - `num_heads`, `num_kv_heads`: query heads, a multiple of the key-value heads [num_attention_heads,
+      num_key_value_heads].
     - `head_size`: [head_dim].
-    - `rotary_fraction`: rotated share of a head; the rotated features must come out even [rope_parameters.partial_rotary_factor].
+    - `rotary_fraction`: rotated share of a head; the rotated features must come out even
+      [rope_parameters.partial_rotary_factor].
     - `rope_theta`: base of the rotary angles [rope_parameters.rope_theta].
-    - `mrope_sections`: frequencies for time, height and width, for images; None is text alone, and text is the same with and
-      without [rope_parameters.mrope_section].
+    - `mrope_sections`: frequencies for time, height and width, for images; None is text alone, and text is the same
+      with and without [rope_parameters.mrope_section].
 
     Feed-forward part, dense or, where `num_experts` isn't 0, a mixture of experts:
 
     - `mlp_size`: width of the dense part; 0 with experts [intermediate_size].
     - `num_experts`, `top_k`: E experts, and how many a token goes to [num_experts, num_experts_per_tok].
-    - `expert_size`, `shared_size`: width of an expert and of the shared one [moe_intermediate_size, shared_expert_intermediate_size].
+    - `expert_size`, `shared_size`: width of an expert and of the shared one [moe_intermediate_size,
+      shared_expert_intermediate_size].
 
     **Raises**: `ValueError` naming the field, what must hold and what was received.
     """
@@ -85,7 +89,8 @@ class Qwen3_5Config:
             "vocab_size", "embed_size", "num_layers", "num_key_heads", "num_value_heads", "num_heads", "num_kv_heads",
             "key_head_size", "value_head_size", "conv_size", "head_size", "full_attention_interval",
         ]  # fmt: skip
-        if self.num_experts == 0:
+        sparse = self.num_experts != 0
+        if not sparse:
             at_least_one.append("mlp_size")
             least_zero = ("num_experts", "top_k", "expert_size", "shared_size")
         else:
@@ -101,8 +106,8 @@ class Qwen3_5Config:
         for field in least_zero:
             require(
                 getattr(self, field) == 0,
-                f"{name}: `{field}` must be 0 in a model {'without' if self.num_experts == 0 else 'with'} experts, but it is "
-                f"{getattr(self, field)}: {'set `num_experts`' if self.num_experts == 0 else 'set `num_experts` to 0'}, or leave it out",
+                f"{name}: `{field}` must be 0 in a model {'with' if sparse else 'without'} experts, but it is "
+                f"{getattr(self, field)}: leave it out, or set `num_experts`{' to 0' if sparse else ''}",
             )
         for field in ("rotary_fraction", "rope_theta", "eps"):
             value = getattr(self, field)
@@ -119,7 +124,8 @@ class Qwen3_5Config:
             a, b = getattr(self, many), getattr(self, few)
             require(
                 a % b == 0,
-                f"{name}: `{many}` must be a multiple of `{few}`, but they are {a} and {b}: heads share keys in equal groups",
+                f"{name}: `{many}` must be a multiple of `{few}`, but they are {a} and {b}: heads share keys in equal "
+                f"groups",
             )
         require(
             self.num_layers % self.full_attention_interval == 0,
@@ -201,13 +207,16 @@ def qwen3_5(
             if i + 1 < config.full_attention_interval:
                 mixer = GatedDeltaNet(
                     config.embed_size, num_key_heads=config.num_key_heads, num_value_heads=config.num_value_heads,
-                    key_head_size=config.key_head_size, value_head_size=config.value_head_size, conv_size=config.conv_size,
-                    gate=config.output_gate, eps=config.eps, implementation=implementation, state_dtype=state_dtype, dtype=dtype,
+                    key_head_size=config.key_head_size, value_head_size=config.value_head_size,
+                    conv_size=config.conv_size,
+                    gate=config.output_gate, eps=config.eps, implementation=implementation, state_dtype=state_dtype,
+                    dtype=dtype,
                     key=mixer_key,
                 )  # fmt: skip
             else:
                 mixer = GatedAttention(
-                    config.embed_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
+                    config.embed_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+                    head_size=config.head_size,
                     rotary_size=config.rotary_size, rope_theta=config.rope_theta, mrope_sections=config.mrope_sections,
                     eps=config.eps, dtype=dtype, key=mixer_key,
                 )  # fmt: skip
@@ -215,7 +224,8 @@ def qwen3_5(
         return HybridPeriod(tuple(blocks))
 
     return HybridLM(
-        config.vocab_size, config.embed_size, make_period, config.num_periods, eps=config.eps, tied_head=config.tied_head, remat=remat,
+        config.vocab_size, config.embed_size, make_period, config.num_periods, eps=config.eps,
+        tied_head=config.tied_head, remat=remat,
         dtype=dtype, key=key,
     )  # fmt: skip
 

@@ -12,22 +12,23 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 class Stack(eqx.Module):
     """`depth` layers of equal structure, one after the other: x ← layer_i(x), i = 0 … depth − 1.
 
-    The layers are one module whose arrays have a leading axis of length `depth`, and the loop over them is a `jax.lax.scan`:
-    a model of 64 layers compiles as fast as one of 4. A layer is anything that is called as
+    The layers are one module whose arrays have a leading axis of length `depth`, and the loop over them is a
+    `jax.lax.scan`: a model of 64 layers compiles as fast as one of 4. A layer is anything that is called as
 
         layer(x, state, **kwargs) -> (y, state, stats)
 
-    with y of x's shape and dtype, `state` the layer's own or None, and `stats` a PyTree of arrays (or None) that are summed
-    over the depth, such as the router's counts. Layers that aren't equal (three mixers and an attention) repeat as a period: make the
-    period the layer.
+    with y of x's shape and dtype, `state` the layer's own or None, and `stats` a PyTree of arrays (or None) that are
+    summed over the depth, such as the router's counts. Layers that aren't equal (three mixers and an attention) repeat
+    as a period: make the period the layer.
 
-    States are stacked as the parameters are, and handed in and out whole. States that come out and aren't used cost nothing
-    under `jax.jit`, neither time nor memory, forward or backward.
+    States are stacked as the parameters are, and handed in and out whole. States that come out and aren't used cost
+    nothing under `jax.jit`, neither time nor memory, forward or backward.
 
     - `layers`: the stacked layer; `stack[i]` is a layer by itself.
     - `depth`: how many.
-    - `remat`: what the backward pass finds saved. False: everything that it needs; True: only what goes from layer to layer (the rest is
-      computed again, about a third more time); a policy of `jax.checkpoint_policies`: what it allows.
+    - `remat`: what the backward pass finds saved. False: everything that it needs; True: only what goes from layer to
+      layer (the rest is computed again, about a third more time); a policy of `jax.checkpoint_policies`: what it
+      allows.
     """
 
     layers: PyTree
@@ -42,13 +43,15 @@ class Stack(eqx.Module):
         remat: bool | Callable[..., Any] = False,
         key: PRNGKeyArray,
     ):
-        """**Arguments:** `make_layer`: a layer from a key, the same structure for every key; `depth`: at least 1; `remat`: see above;
-        `key`: split into one key a layer.
+        """**Arguments:** `make_layer`: a layer from a key, the same structure for every key; `depth`: at least 1;
+        `remat`: see above; `key`: split into one key a layer.
 
         **Raises:** `ValueError` for a depth below 1.
         """
         if depth < 1:
-            raise ValueError(f"Stack: `depth` must be at least 1, but it is {depth}: leave the stack out of a model without layers")
+            raise ValueError(
+                f"Stack: `depth` must be at least 1, but it is {depth}: leave the stack out of a model without layers"
+            )
         self.layers = eqx.filter_vmap(make_layer)(jax.random.split(key, depth))
         self.depth = depth
         self.remat = remat
@@ -77,15 +80,18 @@ class Stack(eqx.Module):
         - `states`: stacked states, of `init_state` or of an earlier call; None hands None to every layer.
         - `kwargs`: handed to every layer as they are (segment ids, masks, positions).
 
-        **Returns:** `(y, states, stats)`: the last layer's output, the new states stacked, and the statistics summed over the layers.
+        **Returns:** `(y, states, stats)`: the last layer's output, the new states stacked, and the statistics summed
+        over the layers.
 
         **Raises:** `ValueError` if the states' leading axes aren't `depth`.
         """
         for leaf in jax.tree.leaves(states):
             if not (hasattr(leaf, "shape") and leaf.shape[:1] == (self.depth,)):
                 raise ValueError(
-                    f"Stack: every array in `states` must begin with an axis of depth = {self.depth}, but one has the shape "
-                    f"{getattr(leaf, 'shape', type(leaf).__name__)}: make the states with `init_state`, or map a batch with jax.vmap"
+                    f"Stack: every array in `states` must begin with an axis of depth = {self.depth}, but one has the "
+                    f"shape "
+                    f"{getattr(leaf, 'shape', type(leaf).__name__)}: make the states with `init_state`, or map a "
+                    f"batch with jax.vmap"
                 )
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
