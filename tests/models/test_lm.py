@@ -316,7 +316,7 @@ def unchecked():
     [
         (jnp.zeros((2, 5), int), {}, r"`tokens` must be .* int32\[2, 5\]: map a batch with jax.vmap"),
         (jnp.zeros(5), {}, r"`tokens` must be integers \[T\], but it is float32\[5\]"),
-        (jnp.zeros(5, int), {"mask": jnp.ones((1, 5), bool)}, r"`mask` must be .* tokens: int32\[5\], but .* bool\[1, 5\]"),
+        (jnp.zeros(5, int), {"mask": jnp.ones((1, 5), bool)}, r"`mask` must be .* int32\[5\], but .* bool\[1, 5\]"),
         (jnp.zeros(5, int), {"segment_ids": jnp.zeros(4, int)}, r"`segment_ids` must be \[T\] like tokens"),
         (jnp.zeros(5, int), {"positions": jnp.zeros((5, 3), int)}, r"`positions` must be \[T\] or \[3 T\]"),
     ],
