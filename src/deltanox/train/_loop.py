@@ -54,7 +54,14 @@ def default_model(config: Config, key: jax.Array) -> Any:
     """The model that the config describes."""
     from deltanox.models import qwen3_5
 
-    return qwen3_5(config.model, implementation=config.implementation, dtype=config.precision.parameter, key=key)
+    precision = config.precision
+    return qwen3_5(
+        config.model,
+        implementation=config.implementation,
+        state_dtype=precision.state,
+        dtype=precision.parameter,
+        key=key,
+    )
 
 
 def train(
