@@ -344,7 +344,7 @@ def test_second_derivatives(getkey):
         return jnp.sum(causal_conv1d(x, weight, activation="silu", implementation=implementation)[0] ** 2)
 
     hessian = jax.jit(jax.hessian(lambda x: loss(x, "chunked")))(x)  # forward over reverse
-    step = 1e-2 * draw(getkey, 1, 5, 2, 4)[0]
+    step = 3e-3 * draw(getkey, 1, 5, 2, 4)[0]
     gradient = jax.jit(jax.grad(lambda x: loss(x, "xla")))
     change = gradient(x + step) - gradient(x - step)
     assert rel(change / 2, jnp.tensordot(hessian, step, 3)) < 1e-3
