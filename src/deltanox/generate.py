@@ -81,10 +81,10 @@ def sample(logits: Float[Array, "*B N"], sampler: Sampler, *, key: PRNGKeyArray 
     if sampler.temperature == 0:
         token = jnp.argmax(rows, axis=-1).astype(jnp.int32)
     else:
-        require(
-            key is not None,
-            f"sample: a `key` is needed at temperature {sampler.temperature}: pass key=jax.random.key(...)",
-        )
+        if key is None:
+            raise ValueError(
+                f"sample: a `key` is needed at temperature {sampler.temperature}: pass key=jax.random.key(...)"
+            )
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(rows.shape[0]))
         kept = keep(rows / jnp.asarray(sampler.temperature, rows.dtype), sampler)
         token = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)

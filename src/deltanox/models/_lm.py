@@ -134,8 +134,8 @@ class HybridLM(eqx.Module):
             f"but it is {describe(positions)}",
         )
         x = self.embed(tokens, mask)
-        x, state, stats = self.layers(x, state, segment_ids=segment_ids, mask=mask, positions=positions)
-        return self.norm(x), state, stats
+        x, new_state, stats = self.layers(x, state, segment_ids=segment_ids, mask=mask, positions=positions)
+        return self.norm(x), new_state, stats
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B N"]:
         """hidden headᵀ, products in hidden's dtype, summed and returned in float32 (float64 for float64)."""
