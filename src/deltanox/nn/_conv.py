@@ -106,7 +106,7 @@ def check_tokens(op: str, x, size: int, letter: str, **arrays) -> None:
     layer = "`jax.vmap(layer)(x)` in place of `layer(x)`"
     require(
         x.ndim == 2,
-        f"{op}: `x` must be one sequence [T, {size}], but it is {describe(x)}: "
+        f"{op}: `x` must be one sequence [T, {letter}] = [T, {size}], but it is {describe(x)}: "
         + (f"layers are unbatched, wrap in jax.vmap: {layer}" if x.ndim > 2 else "add the axis of the tokens, as in x[None]"),
     )
     require(
