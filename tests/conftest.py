@@ -4,7 +4,8 @@ import os
 import random
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu is there to compile for TPUs that are not
-# Compiling is what the tests spend their time on; without LLVM's optimisations it takes half as long. XLA_FLAGS= switches them on.
+# Compiling is what the tests spend their time on; without LLVM's optimisations it takes half as long. XLA_FLAGS=
+# switches them on.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
@@ -16,7 +17,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture
 def getkey(request):
-    """A function that returns a fresh PRNG key at each call. Replay a failure with DELTANOX_TEST_SEED=<the printed seed>."""
+    """A function that returns a fresh PRNG key at each call. Replay a failure with DELTANOX_TEST_SEED=<the printed
+    seed>."""
     seed = int(os.environ.get("DELTANOX_TEST_SEED", random.randint(0, 2**31 - 1)))
     print(f"{request.node.name}: DELTANOX_TEST_SEED={seed}")
     rng = random.Random(seed)

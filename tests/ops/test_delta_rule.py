@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TOLERANCE, cosine, rel
 from jax.test_util import check_grads
 
-from deltanox.ops import Residuals, check_inputs, decay_and_beta, gated_delta_rule, gated_delta_step
+from deltanox.ops import Residuals, decay_and_beta, gated_delta_rule, gated_delta_step
+from helpers import TOLERANCE, cosine, rel
 
+slow = pytest.mark.slow
 ENGINES = ("chunked", "xla")
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 
@@ -102,7 +103,8 @@ def test_two_tokens_in_closed_form():
 
 
 @pytest.mark.parametrize(
-    ("T", "sizes"), [(1, (2, 4, 5, 7)), (17, (1, 1, 8, 8)), (130, (2, 2, 16, 8)), (130, (1, 3, 16, 24)), (70, (2, 8, 4, 4))]
+    ("T", "sizes"),
+    [(1, (2, 4, 5, 7)), (17, (1, 1, 8, 8)), (130, (2, 2, 16, 8)), (130, (1, 3, 16, 24)), (70, (2, 8, 4, 4))],
 )
 def test_engines_equal_reference(sizes, T):
     arrays = make(3, (2,), T, *sizes)
@@ -111,7 +113,9 @@ def test_engines_equal_reference(sizes, T):
         compare(run(implementation, arrays), want, factor=0.1)
 
 
-@pytest.mark.parametrize("T", [2, 3, 15, 16, 31, 33, 63, 64, 65, 75, 127, 129])
+@pytest.mark.parametrize(
+    "T", [3, 33, 65, *(pytest.param(T, marks=slow) for T in (2, 15, 16, 31, 63, 64, 75, 127, 129))]
+)
 def test_any_length(T):
     """Case 16: lengths around the block and the chunk."""
     arrays = make(4, (1,), T, 1, 2, 8, 4)
@@ -135,7 +139,8 @@ def test_residuals_change_nothing():
 
 
 def test_residuals_are_what_the_record_says():
-    """States every n chunks and T^-1 have the documented sizes; no other array grows with T beyond the inputs (case 76)."""
+    """States every n chunks and T^-1 have the documented sizes; no other array grows with T beyond the inputs (case
+    76)."""
     T, C, H, K, V = 1024, 64, 2, 16, 8
     arrays = make(6, (1,), T, 1, H, K, V)
     inputs = sum(x.size for x in arrays)
@@ -179,8 +184,6 @@ def test_leading_axes_and_batch(implementation):
     flat = run(implementation, [x.reshape(6, *x.shape[2:]) for x in arrays], cotangents=("out",), seed=1)
     for name in NAMES:
         assert rel(together[name].reshape(flat[name].shape), flat[name]) < 1e-6
-    none = make(9, (), 33, 1, 2, 8, 4)
-    compare(run(implementation, none), run("reference", none), factor=0.1)
 
     def row(*arrays):
         out, state = gated_delta_rule(*arrays[:5], initial_state=arrays[5], implementation=implementation)
@@ -234,7 +237,7 @@ def test_value_heads_are_grouped(implementation):
     assert changed.tolist() == [False] * 3 + [True] * 3
 
 
-@pytest.mark.parametrize("T0", [1, 2, 3, 4, 5, 63, 64, 65, 149])
+@pytest.mark.parametrize("T0", [1, 64, 149, *(pytest.param(T0, marks=slow) for T0 in (2, 3, 4, 5, 63, 65))])
 def test_split_and_continue(T0, implementation="xla"):
     """Case 47: a call on an existing state continues it, wherever the sequence is split."""
     *arrays, initial_state = make(13, (2,), 150, 1, 2, 16, 24)
@@ -261,7 +264,9 @@ def test_steps_equal_the_sequence():
     assert rel(state, final) < 1e-5
 
 
-@pytest.mark.parametrize(("dtype", "low", "high"), [("float32", 0, 1e-6), ("float16", 3e-4, 1e-2), ("bfloat16", 3e-3, 1e-1)])
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("float32", 0, 1e-6), ("float16", 3e-4, 1e-2), ("bfloat16", 3e-3, 1e-1)]
+)
 def test_state_dtype_of_long_decodes(dtype, low, high):
     """Case 23: the state is float32 by default; a narrower one drifts by what its mantissa says."""
     *arrays, _ = make(15, (1,), 2048, 1, 1, 16, 24, A=0.05)
@@ -279,7 +284,8 @@ def test_narrow_state_between_chunks():
     arrays = make(16, (1,), 512, 1, 2, 16, 24, A=0.05)
     want = run("reference", arrays)
     errors = [
-        rel(run("xla", arrays, options={"state_dtype": dtype})["out"], want["out"]) for dtype in (jnp.float32, jnp.bfloat16)
+        rel(run("xla", arrays, options={"state_dtype": dtype})["out"], want["out"])
+        for dtype in (jnp.float32, jnp.bfloat16)
     ]
     assert errors[0] < 1e-6
     assert 1e-4 < errors[1] < 2e-2
@@ -360,11 +366,16 @@ class TestNumerics:
         "name", ["A=0.05", "A=1", "A=16", "one of -1e5", "one of -100", "-40 to -70", "-20", "-1e4", "0 to -200"]
     )
     def test_gates(self, name):
-        """Cases 26, 27, 28 and 30: strong decays, masks before exp, no cancellation in the sums nor in their gradients."""
+        """Cases 26, 27, 28 and 30: strong decays, masks before exp, no cancellation in the sums nor in their
+        gradients."""
         arrays = self.gates(name)
-        want = run("reference", arrays)
-        for implementation in ENGINES:
-            compare(run(implementation, arrays), want)
+        compare(run("xla", arrays), run("reference", arrays))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["A=0.05", "A=1", "A=16", "one of -1e5", "one of -100", "-40 to -70", "-1e4"])
+    def test_gates_differentiated_by_jax(self, name):
+        arrays = self.gates(name)
+        compare(run("chunked", arrays), run("reference", arrays))
 
     @pytest.mark.parametrize("implementation", ENGINES)
     def test_spike(self, implementation):
@@ -376,8 +387,10 @@ class TestNumerics:
         )
         assert rel(got[:, 9:], want[:, 9:]) < 1e-6
 
-    @pytest.mark.parametrize("implementation", (*ENGINES, "reference"))
-    @pytest.mark.parametrize(("position", "value"), [(0, -jnp.inf), (5, -jnp.inf), (16, -105.0), (63, -jnp.inf), (64, -1e5)])
+    @pytest.mark.parametrize("implementation", ["xla", "reference", pytest.param("chunked", marks=slow)])
+    @pytest.mark.parametrize(
+        ("position", "value"), [(0, -jnp.inf), (5, -jnp.inf), (16, -105.0), (63, -jnp.inf), (64, -1e5)]
+    )
     def test_reset(self, implementation, position, value):
         """Case 29: g = -inf, like anything below -104, is a fresh start."""
         q, k, v, g, beta, state = make(22, (1,), 80, 1, 2, 8, 4)
@@ -389,7 +402,10 @@ class TestNumerics:
 
         (_, (out, final)), (dg, dstate) = jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(g, state)
         fresh_out, fresh = gated_delta_rule(
-            *(x[:, position:] for x in (q, k, v)), g[:, position:].at[:, 0].set(0), beta[:, position:], implementation="reference"
+            *(x[:, position:] for x in (q, k, v)),
+            g[:, position:].at[:, 0].set(0),
+            beta[:, position:],
+            implementation="reference",
         )
         assert rel(out[:, position:], fresh_out) < 1e-6
         assert rel(final, fresh) < 1e-6
@@ -398,7 +414,12 @@ class TestNumerics:
         assert not np.asarray(dstate).any()
 
     @pytest.mark.parametrize(
-        ("rate", "noise"), [(0.99, 0.0), (0.99, 1e-3), (0.5, 1e-3), (1.0, 1e-3), (2.0, 0.0), (2.0, 1e-3)]
+        ("rate", "noise"),
+        [
+            (0.99, 0.0),
+            (0.99, 1e-3),
+            *(pytest.param(*x, marks=slow) for x in ((0.5, 1e-3), (1.0, 1e-3), (2.0, 0.0), (2.0, 1e-3))),
+        ],
     )
     def test_repeated_keys(self, noise, rate):
         """Cases 33 and 34: the inverse where keys repeat, held against what the float32 recurrence itself loses."""
@@ -429,8 +450,8 @@ class TestNumerics:
                 bound, error = max(1e-5, 2 * rel(own[name], want[name])), rel(got[name], want[name])
                 assert error <= bound, f"{implementation}, {name}: {error:.1e} above {bound:.1e}"
 
-    @pytest.mark.parametrize("implementation", ENGINES)
-    @pytest.mark.parametrize("A", [0.05, 1.0, 16.0])
+    @pytest.mark.parametrize("implementation", ["xla", pytest.param("chunked", marks=slow)])
+    @pytest.mark.parametrize("A", [pytest.param(0.05, marks=slow), pytest.param(1.0, marks=slow), 16.0])
     def test_direction_of_the_gate_parameters(self, implementation, A):
         """The gradients of A_log and dt_bias sum over all tokens: their direction is what is lost first."""
         q, k, v, _, _, state = make(24, (1,), self.T, 2, 4, 16, 8)
@@ -443,7 +464,9 @@ class TestNumerics:
                 q, k, v, g, beta, initial_state=state, use_qk_l2norm=True, implementation=implementation
             )
             key = jax.random.key(2)
-            return jnp.sum(out * jax.random.normal(key, out.shape)) + jnp.sum(final * jax.random.normal(key, final.shape))
+            return jnp.sum(out * jax.random.normal(key, out.shape)) + jnp.sum(
+                final * jax.random.normal(key, final.shape)
+            )
 
         got, want = (jax.grad(loss, argnums=(0, 1))(A_log, dt_bias, i) for i in (implementation, "reference"))
         for x, y in zip(got, want):
@@ -460,5 +483,7 @@ class TestNumerics:
         assert all(np.isfinite(x).all() for x in got.values())
         unit = k[0, 0, 0] * size
         out, _ = gated_delta_rule(*(x[:, :1] for x in arrays[:5]), use_qk_l2norm=True, scale=1.0)
-        key, query = (x / np.sqrt(np.sum(np.square(x)) + 1e-6) for x in (np.asarray(unit), np.asarray(q[0, 0, 0] * size)))
+        key, query = (
+            x / np.sqrt(np.sum(np.square(x)) + 1e-6) for x in (np.asarray(unit), np.asarray(q[0, 0, 0] * size))
+        )
         assert rel(out[0, 0, 0], (key @ query) * np.asarray(beta[0, 0, 0] * v[0, 0, 0])) < 1e-5

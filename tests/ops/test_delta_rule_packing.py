@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TOLERANCE, rel
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deltanox.ops import Residuals, gated_delta_rule
+from helpers import TOLERANCE, rel
 
 ENGINES = ("chunked", "xla", "reference")
 
@@ -87,7 +87,7 @@ def test_documents_are_isolated_bit_for_bit(implementation):
         assert np.asarray(x[:, 37:88]).any()
 
 
-@pytest.mark.parametrize("positions", [[0], [15], [16], [17], [31], [32], [1, 2, 3], [15, 16, 17], list(range(40))])
+@pytest.mark.parametrize("positions", [[0, 31], [15, 16, 17], [1, 2, 3, 32], list(range(40))])
 def test_boundaries_at_any_place(positions):
     """Boundaries at, before and after the edges of chunks, and segments of one token."""
     arrays = make(2, 1, 40, 1, 2, 8, 4)
@@ -111,7 +111,9 @@ def test_many_segments_and_a_padded_tail():
     assert rel(out[:, : T - 1000], want[:, : T - 1000]) < 1e-5
     assert not np.asarray(out[:, T - 1000 :]).any()
     last = T - 1001
-    written = jnp.repeat(k[0, last], 4, axis=0)[:, :, None] * (arrays[4][0, last, :, None] * arrays[2][0, last])[:, None]
+    written = (
+        jnp.repeat(k[0, last], 4, axis=0)[:, :, None] * (arrays[4][0, last, :, None] * arrays[2][0, last])[:, None]
+    )
     assert rel(state[0], written) < 1e-5
 
 
@@ -128,10 +130,13 @@ def test_segments_differ_between_rows():
             assert rel(x[row : row + 1], y) < 1e-5
 
 
-@pytest.mark.parametrize("implementation", ENGINES)
-@pytest.mark.parametrize(("left", "right"), [(4, 0), (0, 4), (17, 3)])
-def test_padding_is_skipped(implementation, left, right):
-    """Cases 1, 2 and 5: batch of one, left or right; outputs, states and gradients are those of the unpadded call; NaN stays out."""
+@pytest.mark.parametrize(
+    ("left", "right", "implementation"),
+    [(4, 0, "xla"), (0, 4, "xla"), (17, 3, "xla"), (17, 3, "chunked"), (4, 3, "reference")],
+)
+def test_padding_is_skipped(left, right, implementation):
+    """Cases 1, 2 and 5: batch of one, left or right; outputs, states and gradients are those of the unpadded call;
+    NaN stays out."""
     T = 30
     arrays = make(5, 1, T, 1, 2, 8, 4)
     padded = [
@@ -175,7 +180,9 @@ def calls(draw):
     sizes = (B, T, h, h * ratio, draw(st.integers(1, 9)), draw(st.integers(1, 9)))
     seed = draw(st.integers(0, 2**20))
     rng = np.random.default_rng(seed)
-    ids = np.cumsum(rng.random((B, T)) < draw(st.sampled_from([0.0, 0.1, 1.0])), axis=1) if draw(st.booleans()) else None
+    ids = (
+        np.cumsum(rng.random((B, T)) < draw(st.sampled_from([0.0, 0.1, 1.0])), axis=1) if draw(st.booleans()) else None
+    )
     mask = rng.random((B, T)) < draw(st.sampled_from([0.5, 0.9])) if draw(st.booleans()) else None
     dtype = draw(st.sampled_from(["float32", "bfloat16"]))
     decay = draw(st.sampled_from([0.05, 1.0, 16.0, 100.0]))
@@ -200,14 +207,14 @@ def check_call(call):
             assert error <= 2 * TOLERANCE[dtype]["gradient"], f"{implementation}, result {i}: {error:.1e}"
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_random_calls(call):
     check_call(call)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_many_random_calls(call):
     check_call(call)

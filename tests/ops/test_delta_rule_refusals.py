@@ -6,7 +6,8 @@ import pytest
 
 from deltanox.ops import Residuals, check_inputs, gated_delta_rule, gated_delta_step
 
-# jaxtyping's checker is on in the tests and catches most of these first, with names of its own; `__wrapped__` is the op without it
+# jaxtyping's checker is on in the tests and catches most of these first, with names of its own; `__wrapped__` is the
+# op without it
 op = getattr(gated_delta_rule, "__wrapped__", gated_delta_rule)
 step = getattr(gated_delta_step, "__wrapped__", gated_delta_step)
 check = getattr(check_inputs, "__wrapped__", check_inputs)
@@ -71,7 +72,9 @@ def test_step():
         step(one["q"], one["k"], one["v"], one["g"], one["beta"].T)
 
 
-@pytest.mark.parametrize(("field", "value"), [("states_every", 0), ("states_every", 1.5), ("t_inv", True), ("out", "keep")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("states_every", 0), ("states_every", 1.5), ("t_inv", True), ("out", "keep")]
+)
 def test_residuals(field, value):
     make = getattr(Residuals, "__wrapped__", Residuals)
     with pytest.raises((ValueError, TypeError), match=field):

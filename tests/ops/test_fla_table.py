@@ -1,7 +1,10 @@
-"""The test table of flash-linear-attention's gated delta rule: float32 within a tenth of its tolerances, half precision within them.
+"""The test table of flash-linear-attention's gated delta rule: float32 within a tenth of its tolerances, half
+precision within them.
 
-A row is (B, T, h, H, D, scale, gate_normalizer, ...); g = log σ(u) / gate_normalizer with u uniform in [0, 1). Where the norm is not in the op,
-q and k are normalised before the call. The reference is the recurrence in float64 on the same inputs. Small rows run by default, the others are slow.
+A row is (B, T, h, H, D, scale, gate_normalizer, ...); g = log σ(u) / gate_normalizer with u uniform in [0, 1). Where
+the norm is not in the op,
+q and k are normalised before the call. The reference is the recurrence in float64 on the same inputs. Small rows run
+by default, the others are slow.
 """
 
 import functools
@@ -10,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import rel
 
 from deltanox.ops import decay_and_beta, gated_delta_rule
+from helpers import rel
 
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 # tolerances of the table: out and state, dq dk dv dstate, dg dbeta
@@ -21,11 +24,13 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def rows(*table, columns):
-    """pytest parameters; a row of more than 10^6 value elements is slow."""
+    """pytest parameters; all but the smallest rows are slow."""
+    parameters = []
     for row in table:
         named = dict(zip(columns, row))
-        size = named["B"] * named["T"] * named.get("H", named.get("h")) * named["D"]
-        yield pytest.param(named, id="-".join(map(str, row)), marks=[pytest.mark.slow] if size > 3e5 else [])
+        slow = named["B"] * named["T"] * named["H"] * named["D"] > 5e4
+        parameters.append(pytest.param(named, id="-".join(map(str, row)), marks=[pytest.mark.slow] if slow else []))
+    return parameters
 
 
 def draw(seed, row, dtype, *, normal=False, initial=False):
@@ -84,7 +89,9 @@ def both(arrays, dtype, tolerances=TABLE, **options):
 )  # fmt: skip
 def test_a_forward(row, dtype):
     arrays = draw(0, row, dtype, normal=True, initial=True)
-    both(arrays, dtype, dict.fromkeys(NAMES, 2e-3 if dtype == jnp.float32 else 5e-3), scale=row["scale"], gradients=False)
+    both(
+        arrays, dtype, dict.fromkeys(NAMES, 2e-3 if dtype == jnp.float32 else 5e-3), scale=row["scale"], gradients=False
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +128,9 @@ def test_c_chunk_sizes(chunk_size):
 def test_d_rate_from_logits(row, dtype):
     """β = σ(logit), or 2 σ(logit) where negative eigenvalues are allowed."""
     arrays = draw(3, row, dtype)
-    arrays[4] = (2.0 if row["negative"] else 1.0) * jax.nn.sigmoid(jax.random.normal(jax.random.key(4), arrays[4].shape))
+    arrays[4] = (2.0 if row["negative"] else 1.0) * jax.nn.sigmoid(
+        jax.random.normal(jax.random.key(4), arrays[4].shape)
+    )
     both(arrays, dtype, scale=row["scale"], l2norm=row["l2norm"])
 
 
@@ -137,7 +146,7 @@ def test_d_rate_from_logits(row, dtype):
     ),
 )  # fmt: skip
 def test_h_gates_from_projections(row, dtype):
-    q, k, v, _, beta, state = draw(5, row, dtype)
+    q, k, v, _, beta, _ = draw(5, row, dtype)
     keys = jax.random.split(jax.random.key(6), 3)
     raw, A_log = jax.random.normal(keys[0], beta.shape), jax.random.normal(keys[1], beta.shape[-1:])
     dt_bias = jax.random.normal(keys[2], A_log.shape) if row["bias"] else jnp.zeros_like(A_log)
@@ -157,7 +166,9 @@ def test_h_gates_from_projections(row, dtype):
     check(gradients("xla"), gradients("reference"), dtype, {**TABLE, "dA_log": 2e-2, "ddt_bias": 2e-2})
 
 
-@pytest.mark.parametrize(("B", "T", "H", "bias"), [(1, 32, 2, False), (2, 64, 4, True), (4, 128, 8, True), (4, 128, 16, False)])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "bias"), [(1, 32, 2, False), (2, 64, 4, True), (4, 128, 8, True), (4, 128, 16, False)]
+)
 def test_i_gate_alone(B, T, H, bias):
     keys = jax.random.split(jax.random.key(7), 4)
     raw, weight = (jax.random.normal(key, (B, T, H)) for key in keys[:2])

@@ -1,4 +1,5 @@
-"""Hand-derived backward passes are not differentiated again: a second derivative must end in a sentence, not in a wrong value."""
+"""Hand-derived backward passes are not differentiated again: a second derivative must end in a sentence, not in a
+wrong value."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,5 @@
-"""`deltanox bench peers`: the gated delta rule on this machine's CPU beside its peers, in one run, each in a process of its own.
+"""`deltanox bench peers`: the gated delta rule on this machine's CPU beside its peers, in one run, each in a process
+of its own.
 
 Peers that are not installed are left out and named. They are, on the Python that runs this:
 
@@ -81,7 +82,9 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="deltanox bench peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="deltanox bench peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048, help="tokens")
     parser.add_argument("--heads", type=int, default=16, help="key and value heads")

@@ -1,10 +1,12 @@
 r"""The backward pass of the chunked rule, derived by hand, in the notation of `chunked.py`.
 
-A chunk gets dO and dS', the cotangents of its output and of the state after it, and the state S before it. With Y = V − diag(c) K S, so that
+A chunk gets dO and dS', the cotangents of its output and of the state after it, and the state S before it. With Y = V
+− diag(c) K S, so that
 N = T diag(β) Y:
 
     dN = Aᵀ dO + diag(d) K dS'             dA = lower(dO Nᵀ)
-    dR = Tᵀ dN                             dM = −strict_lower(dR Nᵀ)           since dT = dN (diag(β) Y)ᵀ and dM = −Tᵀ dT Tᵀ
+    dR = Tᵀ dN                             dM = −strict_lower(dR Nᵀ)           since dT = dN (diag(β) Y)ᵀ and dM = −Tᵀ
+    dT Tᵀ
     dV = diag(β) dR
     dX = −diag(β c) dR, dZ = diag(c) dO    cotangents of K S and of scale Q S
     dS = c_C dS' + Kᵀ dX + scale Qᵀ dZ
@@ -12,12 +14,14 @@ N = T diag(β) Y:
     dQ = scale (dZ Sᵀ + F K)
     dβ_i = dR_i·Y_i + Σ_j dM_ij (k_i·k_j) Γ_ij
 
-Decays: P = dM M + dA A, the pairs j < i only. g_l lies in all spans (j, i] with j < l ≤ i, in c_i for l ≤ i, in d_i for l > i, in c_C:
+Decays: P = dM M + dA A, the pairs j < i only. g_l lies in all spans (j, i] with j < l ≤ i, in c_i for l ≤ i, in d_i
+for l > i, in c_C:
 
     dg_l = Σ_{i ≥ l > j} P_ij + Σ_{i ≥ l} c_i dc_i + Σ_{i < l} d_i dd_i + c_C <S, dS'>
     c_i dc_i = dX_i·(K S)_i + dZ_i·(scale Q S)_i        d_i dd_i = d_i N_i·(K dS')_i
 
-Each sum has its own terms only: none is the difference of two larger ones, which would drown the gradients of strong gates. At a reset all terms vanish.
+Each sum has its own terms only: none is the difference of two larger ones, which would drown the gradients of strong
+gates. At a reset all terms vanish.
 """
 
 from typing import NamedTuple

@@ -9,14 +9,18 @@ For one value head and a chunk of C tokens, with S [K, V] the state before it an
     O = diag(c) scale Q S + A N
     S' = c_C S + Kᵀ diag(d) N
 
-Where a segment begins, or a decay is below −104, everything is forgotten: such a token is a reset. It is cut by the masks of Γ, c and d, and its g is
+Where a segment begins, or a decay is below −104, everything is forgotten: such a token is a reset. It is cut by the
+masks of Γ, c and d, and its g is
 left out of the sums, which then hold mild numbers only.
 
-Tokens come in groups of n chunks. Within a group, what depends on the tokens alone (norms, K Kᵀ, Q Kᵀ, Γ, T) is computed for all chunks at
-once; then a scan over its chunks carries the state. An outer scan runs over the groups: the working set stays small, and the backward
+Tokens come in groups of n chunks. Within a group, what depends on the tokens alone (norms, K Kᵀ, Q Kᵀ, Γ, T) is
+computed for all chunks at
+once; then a scan over its chunks carries the state. An outer scan runs over the groups: the working set stays small,
+and the backward
 pass needs the states between groups only.
 
-Layout inside: [n, B, h, C, ...] for what belongs to a key head, r = H / h value heads beside each other in the feature axes, so that
+Layout inside: [n, B, h, C, ...] for what belongs to a key head, r = H / h value heads beside each other in the
+feature axes, so that
 Q, K and their products are computed once a key head, and a product with the state is one matrix product for all r.
 """
 
@@ -85,7 +89,8 @@ def plan(length: int, options: Options) -> Plan:
 
 
 def split(tokens, p: Plan):
-    """Pad the tokens [B, T, ...] with zeros and cut them into groups and chunks [G, B, n, C, ...], in every array of a tree.
+    """Pad the tokens [B, T, ...] with zeros and cut them into groups and chunks [G, B, n, C, ...], in every array of
+    a tree.
 
     Zero keys, rates and decays leave the state as it is.
     """
@@ -122,7 +127,8 @@ def matmul_t(x, y, precision) -> Array:
 
 
 def transposed(x: Float[Array, "... i j"]) -> Float[Array, "... j i"]:
-    """A transposed copy. Without the barrier XLA folds it into the product that reads it, whose CPU code is then three times slower."""
+    """A transposed copy. Without the barrier XLA folds it into the product that reads it, whose CPU code is then
+    three times slower."""
     return jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
 
 
@@ -178,8 +184,10 @@ def decays(g: Float[Array, "n B h r C"], boundary: Bool[Array, "n B 1 1 C"] | No
 def inverse(m: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """(I + M)^-1 of strictly lower triangular M.
 
-    Blocks of 1, 2, 4, ... rows on the diagonal are merged: [[T1, 0], [−T2 M21 T1, T2]]. No power of M is formed: those reach 1e17 for repeated keys,
-    while the entries of T stay near 1. Up to 16 rows, all merges of a level are one product of 16 × 16 blocks. Always in full precision.
+    Blocks of 1, 2, 4, ... rows on the diagonal are merged: [[T1, 0], [−T2 M21 T1, T2]]. No power of M is formed:
+    those reach 1e17 for repeated keys,
+    while the entries of T stay near 1. Up to 16 rows, all merges of a level are one product of 16 × 16 blocks. Always
+    in full precision.
     """
     size = m.shape[-1]
     block = min(size, BLOCK)
@@ -327,7 +335,8 @@ def returned(state: Float[Array, "*G B h K r V"]) -> Float[Array, "*G B H K V"]:
 
 
 def chunked(q, k, v, g, beta, initial_state, boundary, mask, options: Options):
-    """The chunked rule, for JAX to differentiate. Each group is computed again in the backward pass, from the state before it."""
+    """The chunked rule, for JAX to differentiate. Each group is computed again in the backward pass, from the state
+    before it."""
     p = plan(q.shape[1], options)
     tokens = Tokens(q, k, v, g, beta, boundary, mask)
 

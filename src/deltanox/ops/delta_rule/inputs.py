@@ -1,4 +1,5 @@
-"""What the delta rule asks of its arguments. Shapes and dtypes are checked at every call, values only by `check_inputs`."""
+"""What the delta rule asks of its arguments. Shapes and dtypes are checked at every call, values only by
+`check_inputs`."""
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +116,10 @@ def check_inputs(
 
     Arguments: as in `gated_delta_rule`.
 
-    Raises: ValueError, naming the argument, where one holds NaN at a real token, where `g` is above zero (a linear decay exp(g) passed
-        for its logarithm), `beta` outside [0, 2], a mask leaves a row without a token or cuts a hole into a segment; for shapes as the op does;
+    Raises: ValueError, naming the argument, where one holds NaN at a real token, where `g` is above zero (a linear
+    decay exp(g) passed
+        for its logarithm), `beta` outside [0, 2], a mask leaves a row without a token or cuts a hole into a segment;
+        for shapes as the op does;
         TypeError under `jit`, where there are no values to look at.
     """
     op = "check_inputs"

@@ -1,4 +1,5 @@
-"""The public op: shapes, packing and dispatch. The mathematics is in `reference.py`, the chunked form in `chunked.py`."""
+"""The public op: shapes, packing and dispatch. The mathematics is in `reference.py`, the chunked form in
+`chunked.py`."""
 
 from typing import Any
 
@@ -42,24 +43,31 @@ def gated_delta_rule(
 
     Arguments:
         q, k: queries and keys of h key heads; any float dtype, the same for q, k and v.
-        v: values of H value heads, H a multiple of h: value head i reads key head i // (H / h), and q and k are not repeated.
+        v: values of H value heads, H a multiple of h: value head i reads key head i // (H / h), and q and k are not
+            repeated.
         g: log-decay, natural logarithm, ≤ 0. None is no decay. A value below −104 (where exp is zero in float32), −inf
             included, is an exact reset.
         beta: writing rate in [0, 1]; up to 2 is stable for keys of norm 1.
         initial_state: the state before the first token, float32; None is zeros. It belongs to the first segment.
-        segment_ids: documents packed in a row: any change between neighbours is a boundary, and tokens on its two sides never meet.
-        mask: False at padding, left, right or between. A masked token leaves the state as it is, its output is zero, its values
+        segment_ids: documents packed in a row: any change between neighbours is a boundary, and tokens on its two
+            sides never meet.
+        mask: False at padding, left, right or between. A masked token leaves the state as it is, its output is zero,
+            its values
             (NaN included) and its segment id are not looked at.
         scale: factor of the output, by default K^-1/2.
-        use_qk_l2norm: normalise q and k in float32, x · rsqrt(Σ x² + l2norm_eps), in both directions. Without it, keys of norm 1 are expected.
+        use_qk_l2norm: normalise q and k in float32, x · rsqrt(Σ x² + l2norm_eps), in both directions. Without it,
+            keys of norm 1 are expected.
         chunk_size: tokens a chunk, a power of two.
         implementation: see below. "auto" is "xla" where no TPU kernel is built.
-        precision: of the matrix products on an accelerator ("default": one bfloat16 or TF32 pass, "high": three, "highest": float32).
+        precision: of the matrix products on an accelerator ("default": one bfloat16 or TF32 pass, "high": three,
+            "highest": float32).
             By default "highest" for float32 inputs and "default" below. The inverse inside a chunk is always "highest".
-        state_dtype: dtype in which states are kept between the chunks for the backward pass; the recurrence itself is float32.
+        state_dtype: dtype in which states are kept between the chunks for the backward pass; the recurrence itself is
+            float32.
         residuals: what the forward pass keeps for the backward pass of "xla".
 
-    Returns: `(out, final_state)`: out in v's dtype; final_state, after the last segment's last token, in float32 (float64 for
+    Returns: `(out, final_state)`: out in v's dtype; final_state, after the last segment's last token, in float32
+    (float64 for
         float64 inputs).
 
     | implementation | what it is | derivatives |

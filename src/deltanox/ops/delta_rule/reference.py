@@ -92,7 +92,8 @@ def recurrence(
 def reference(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_eps):
     """`recurrence` in float64, whatever the dtype of its arrays and JAX's x64 switch. Slow: for checks.
 
-    Results are cast to the dtypes of `v` and of `initial_state`. With x64 off, JAX cannot differentiate through float64 by itself, so
+    Results are cast to the dtypes of `v` and of `initial_state`. With x64 off, JAX cannot differentiate through
+    float64 by itself, so
     the derivative is taken here, in float64 too: reverse mode, once. With x64 on, every derivative exists.
     """
 

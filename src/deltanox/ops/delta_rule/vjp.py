@@ -13,7 +13,8 @@ from .chunked import Options, Tokens, carried, forward, join, plan, returned, sp
 
 
 class Saved(NamedTuple):
-    """What the forward pass keeps, besides the arguments: G groups of n chunks (`Residuals.states_every`, evened out)."""
+    """What the forward pass keeps, besides the arguments: G groups of n chunks (`Residuals.states_every`, evened
+    out)."""
 
     states: Float[Array, "G B H K V"]  # before each group, in `state_dtype`
     t_inv: Float[Array, "G n B h r C C"] | None
