@@ -31,7 +31,11 @@ def document(qkv, a, b, A_log, dt_bias, conv_weight, past, state, index, h, K):
     seen = jnp.concatenate([past, qkv[first : last + 1].at[holes].set(0)])
     pre = sum(seen[w : w + last + 1 - first] * conv_weight[:, w] for w in range(W))[index - first]
     x = pre / (1 + jnp.exp(-pre))
-    q, k, v = x[:, : h * K].reshape(-1, h, K), x[:, h * K : 2 * h * K].reshape(-1, h, K), x[:, 2 * h * K :].reshape(-1, H, V)
+    q, k, v = (
+        x[:, : h * K].reshape(-1, h, K),
+        x[:, h * K : 2 * h * K].reshape(-1, h, K),
+        x[:, 2 * h * K :].reshape(-1, H, V),
+    )
     q, k = (jnp.repeat(y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True) + 1e-6), H // h, axis=1) for y in (q, k))
     decay = jnp.exp(-jnp.exp(A_log) * jnp.log1p(jnp.exp(a[index] + dt_bias)))
     beta = 1 / (1 + jnp.exp(-b[index]))
@@ -68,7 +72,8 @@ def oracle(arrays, cotangents, *, h, K, segment_ids=None, mask=None):
 
         def batch(qkv, a, b, A_log, dt_bias, conv_weight, past, state):
             rows = [
-                row(qkv[i], a[i], b[i], A_log, dt_bias, conv_weight, past[i], state[i], ids[i], real[i], h, K) for i in range(B)
+                row(qkv[i], a[i], b[i], A_log, dt_bias, conv_weight, past[i], state[i], ids[i], real[i], h, K)
+                for i in range(B)
             ]
             return tuple(jnp.stack(x) for x in zip(*rows))
 

@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config as checker
+
 from deltanox.nn import CausalConv1d, ConvState
 from deltanox.ops import causal_conv1d
 from helpers import rel
-from jaxtyping import config as checker
 
 
 def draw(getkey, *shape):
@@ -81,11 +82,16 @@ def test_refusals(getkey):
     layer = CausalConv1d(5, 4, key=getkey())
     checker.update("jaxtyping_disable", True)
     try:
-        with pytest.raises(ValueError, match=r"CausalConv1d: `x` must be one sequence \[T, 5\], but it is float32\[2, 7, 5\].*wrap in jax.vmap"):
+        with pytest.raises(
+            ValueError,
+            match=r"CausalConv1d: `x` must be one sequence \[T, channels\] = \[T, 5\], but it is float32\[2, 7, 5\].*wrap in jax.vmap",
+        ):
             layer(jnp.zeros((2, 7, 5)))
-        with pytest.raises(ValueError, match=r"must be one sequence \[T, 5\].*x\[None\]"):
+        with pytest.raises(ValueError, match=r"must be one sequence \[T, channels\] = \[T, 5\].*x\[None\]"):
             layer(jnp.zeros(5))
-        with pytest.raises(ValueError, match=r"must be the layer's channels, 5, but x is float32\[5, 7\]: the axes are swapped"):
+        with pytest.raises(
+            ValueError, match=r"must be the layer's channels, 5, but x is float32\[5, 7\]: the axes are swapped"
+        ):
             layer(jnp.zeros((5, 7)))
         with pytest.raises(ValueError, match=r"`mask` must be \[T\] = \[7\].*wrap in jax.vmap"):
             layer(jnp.zeros((7, 5)), mask=jnp.ones((2, 7), bool))

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config as checker
+
 import token_loop
 from deltanox.nn import DeltaNetState, GatedDeltaNet
 from deltanox.ops import Residuals
 from deltanox.precision import Precision
 from helpers import rel
-from jaxtyping import config as checker
 
 EPS = 1e-2  # of the norm, in the comparison with float64: a head whose q and k are almost orthogonal puts out rounding errors, magnified
 SIZES = dict(num_key_heads=2, num_value_heads=6, key_head_size=3, value_head_size=5)
@@ -59,7 +60,18 @@ def by_hand(weights, x, past, state, *, segment_ids=None, mask=None, gate="silu"
     real = np.ones(T, bool) if mask is None else np.asarray(mask)
     w = weights
     out, past, state = token_loop.row(
-        x @ w["in_proj_qkv"].T, x @ w["in_proj_a"].T, x @ w["in_proj_b"].T, w["A_log"], w["dt_bias"], w["conv"], past, state, ids, real, h, K
+        x @ w["in_proj_qkv"].T,
+        x @ w["in_proj_a"].T,
+        x @ w["in_proj_b"].T,
+        w["A_log"],
+        w["dt_bias"],
+        w["conv"],
+        past,
+        state,
+        ids,
+        real,
+        h,
+        K,
     )
     out, z = out.reshape(T, -1, V), (x @ w["in_proj_z"].T).reshape(T, -1, V)
     act = 1 / (1 + jnp.exp(-z))
@@ -135,22 +147,42 @@ def test_initialisation(getkey):
     )
     A = np.exp(np.asarray(layer.A_log, np.float64))
     assert layer.A_log.dtype == layer.dt_bias.dtype == layer.norm.weight.dtype == jnp.float32
-    assert np.all(np.isfinite(layer.A_log)) and np.all(np.isfinite(layer.A_log.astype(jnp.bfloat16).astype(jnp.float32)))
+    assert np.all(np.isfinite(layer.A_log)) and np.all(
+        np.isfinite(layer.A_log.astype(jnp.bfloat16).astype(jnp.float32))
+    )
     assert 0.0099 < A.min() < 0.011 and 15.99 < A.max() < 16.001 and abs(A.mean() / 8.005 - 1) < 0.01
     from deltanox.ops import decay_and_beta
 
     tokens = jnp.ones((1, 10**6), jnp.bfloat16)
-    assert np.all(np.isfinite(jax.grad(lambda A: decay_and_beta(tokens, tokens, A, layer.dt_bias)[0].sum())(layer.A_log)))
+    assert np.all(
+        np.isfinite(jax.grad(lambda A: decay_and_beta(tokens, tokens, A, layer.dt_bias)[0].sum())(layer.A_log))
+    )
     assert np.all(np.asarray(layer.dt_bias) == 1) and np.all(np.asarray(layer.norm.weight) == 1)
-    for where in (lambda m: m.in_proj_qkv, lambda m: m.in_proj_z, lambda m: m.in_proj_b, lambda m: m.out_proj, lambda m: m.conv):
+    for where in (
+        lambda m: m.in_proj_qkv,
+        lambda m: m.in_proj_z,
+        lambda m: m.in_proj_b,
+        lambda m: m.out_proj,
+        lambda m: m.conv,
+    ):
         weight = np.asarray(where(layer).weight.astype(jnp.float32))
-        assert where(layer).weight.dtype == jnp.bfloat16 and abs(weight.std() / 0.02 - 1) < 0.01 and abs(weight.mean()) < 1e-4
+        assert (
+            where(layer).weight.dtype == jnp.bfloat16
+            and abs(weight.std() / 0.02 - 1) < 0.01
+            and abs(weight.mean()) < 1e-4
+        )
 
 
 def test_shapes_of_a_release(getkey):
     """Qwen3.5-0.8B's mixer: 10,543,264 parameters, in Hugging Face's shapes."""
     layer = eqx.filter_eval_shape(
-        GatedDeltaNet, 1024, num_key_heads=16, num_value_heads=16, key_head_size=128, value_head_size=128, key=jax.random.key(0)
+        GatedDeltaNet,
+        1024,
+        num_key_heads=16,
+        num_value_heads=16,
+        key_head_size=128,
+        value_head_size=128,
+        key=jax.random.key(0),
     )
     shapes = {name: where(layer).shape for name, where in ARRAYS.items()}
     assert shapes == {
@@ -276,7 +308,9 @@ def test_one_masked_token_leaves_the_state(getkey):
 def test_options_reach_the_op(getkey, implementation):
     x, key = draw(getkey, 21, 7), getkey()
     options = dict(chunk_size=8, precision="highest", residuals=Residuals(states_every=1), state_dtype=jnp.bfloat16)
-    plain, tuned, other = (GatedDeltaNet(7, **SIZES, **o, key=key) for o in ({}, options, dict(implementation=implementation)))
+    plain, tuned, other = (
+        GatedDeltaNet(7, **SIZES, **o, key=key) for o in ({}, options, dict(implementation=implementation))
+    )
     assert other.conv.implementation == other.implementation == implementation
     assert rel(run(other, x)[0], run(plain, x)[0]) < 1e-5
     assert rel(run(tuned, x)[0], run(plain, x)[0]) < 5e-2
@@ -289,15 +323,22 @@ def test_refusals(getkey):
     key = getkey()
     checker.update("jaxtyping_disable", True)
     try:
-        with pytest.raises(ValueError, match=r"GatedDeltaNet: `x` must be one sequence \[T, 7\], but it is float32\[2, 9, 7\].*wrap in jax.vmap"):
+        with pytest.raises(
+            ValueError,
+            match=r"GatedDeltaNet: `x` must be one sequence \[T, embed_size\] = \[T, 7\], but it is float32\[2, 9, 7\].*wrap in jax.vmap",
+        ):
             layer(jnp.zeros((2, 9, 7)))
         with pytest.raises(ValueError, match=r"must be the layer's embed_size, 7, but x is float32\[9, 8\]"):
             layer(jnp.zeros((9, 8)))
         with pytest.raises(ValueError, match=r"`segment_ids` must be \[T\] = \[9\].*wrap in jax.vmap"):
             layer(jnp.zeros((9, 7)), segment_ids=jnp.zeros((2, 9), jnp.int32))
-        with pytest.raises(ValueError, match=r"`conv_state` must be \[\*B, W-1, C\] = \[3, 42\].*tokens before channels"):
+        with pytest.raises(
+            ValueError, match=r"`conv_state` must be \[\*B, W-1, C\] = \[3, 42\].*tokens before channels"
+        ):
             layer(jnp.zeros((9, 7)), DeltaNetState(jnp.zeros((42, 3)), jnp.zeros((6, 3, 5))))
-        with pytest.raises(ValueError, match=r"`initial_state` must be \[\*B, H, K, V\] = \[6, 3, 5\].*keys come before values"):
+        with pytest.raises(
+            ValueError, match=r"`initial_state` must be \[\*B, H, K, V\] = \[6, 3, 5\].*keys come before values"
+        ):
             layer(jnp.zeros((9, 7)), DeltaNetState(jnp.zeros((3, 42)), jnp.zeros((6, 5, 3))))
         with pytest.raises(ValueError, match=r"`conv_state` must have the inputs' dtype bfloat16"):
             layer(jnp.zeros((9, 7), jnp.bfloat16), layer.init_state())

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config as checker
+
 from deltanox.ops import causal_conv1d, causal_conv1d_step
 from helpers import TOLERANCE, rel
-from jaxtyping import config as checker
 
 FAST = ["xla", "chunked"]
 ALL = [*FAST, "reference"]
@@ -54,7 +55,9 @@ class ByHand:
 
     def values(self):
         y = self.pre * self.gate if self.silu else self.pre
-        rows = [np.zeros(self.x.shape[1]) if k is None else (self.x if k[0] == "x" else self.state)[k[1]] for k in self.kept]
+        rows = [
+            np.zeros(self.x.shape[1]) if k is None else (self.x if k[0] == "x" else self.state)[k[1]] for k in self.kept
+        ]
         return np.where(np.isin(np.arange(len(self.x)), self.real)[:, None], y, 0), np.reshape(rows, self.state.shape)
 
     def gradients(self, dy, dstate):
@@ -119,7 +122,9 @@ def packing(B, T, ids, mask):
     segment_ids = mask_ = None
     if ids:
         cuts = [[1, 2, T // 2], [T - 1], [], [0, 3, 4]]
-        segment_ids = np.stack([7 + sum((t >= c).astype(np.int32) for c in cuts[i % 4]) + 0 * t for i in range(B)]).astype(np.int32)
+        segment_ids = np.stack(
+            [7 + sum((t >= c).astype(np.int32) for c in cuts[i % 4]) + 0 * t for i in range(B)]
+        ).astype(np.int32)
         segment_ids[0, :1] = 40  # ids need not grow
     if mask:
         rows = [t >= T // 3, t < T - T // 3, (t >= 1) & (t < T - 1) & (t % 3 != 2), t < 0]
@@ -131,7 +136,9 @@ SIZES = [(13, 4, "--"), (13, 4, "ids"), (13, 4, "mask"), (13, 4, "ids mask"), (1
          (3, 4, "--"), (11, 1, "ids mask"), (11, 1, "--"), (5, 2, "ids mask"), (4, 7, "ids mask"), (4, 7, "--")]  # fmt: skip
 
 
-CASES = [(*size, i) for size in SIZES for i in FAST] + [(*size, "reference") for size in SIZES[3:5] + SIZES[8:9] + SIZES[11:12]]
+CASES = [(*size, i) for size in SIZES for i in FAST] + [
+    (*size, "reference") for size in SIZES[3:5] + SIZES[8:9] + SIZES[11:12]
+]
 
 
 @pytest.mark.parametrize("T, W, packed, implementation", CASES)
@@ -151,7 +158,9 @@ def test_no_activation_no_bias_no_state(getkey, implementation):
     def op(x, weight):
         return causal_conv1d(x, weight, implementation=implementation)
 
-    (y, last), (dx, dweight) = jax.jit(lambda x, w, ct: (lambda y, pull: (y, pull(ct)))(*jax.vjp(op, x, w)))(x, weight, (dy, dstate))
+    (y, last), (dx, dweight) = jax.jit(lambda x, w, ct: (lambda y, pull: (y, pull(ct)))(*jax.vjp(op, x, w)))(
+        x, weight, (dy, dstate)
+    )
     hand = [ByHand(x[i], weight, None, 0 * state[i], silu=False) for i in range(2)]
     assert rel(y, np.stack([h.values()[0] for h in hand])) < 1e-6
     assert np.array_equal(last, x[:, -3:])
@@ -356,7 +365,9 @@ def test_cotangents_that_are_not_arrays_of_their_own(getkey):
     """Row 39: broadcast and transposed cotangents."""
     x, weight, *_ = draw(getkey, 2, 6, 3, 4)
     ones = jax.jit(jax.grad(lambda x: jnp.sum(causal_conv1d(x, weight)[0])))(x)
-    swapped = jax.jit(jax.grad(lambda x: jnp.sum(jnp.swapaxes(causal_conv1d(x, weight)[0], 1, 2) @ jnp.ones((6, 1)))))(x)
+    swapped = jax.jit(jax.grad(lambda x: jnp.sum(jnp.swapaxes(causal_conv1d(x, weight)[0], 1, 2) @ jnp.ones((6, 1)))))(
+        x
+    )
     none = np.zeros((3, 3))
     hand = [ByHand(x[i], weight, None, none, silu=False) for i in range(2)]
     want = np.stack([h.gradients(np.ones((6, 3)), none)[0] for h in hand])

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config as checker
+
 from deltanox.ops import gated_delta_net, gated_delta_net_step
 from helpers import TOLERANCE, rel
-from jaxtyping import config as checker
 from token_loop import ARRAYS, draw, oracle
 
 
@@ -52,7 +53,8 @@ def packing(B, T, packed):
     masks = [t >= T // 3, t < T - T // 3, (t >= 1) & (t < T - 1) & (t % 5 != 2)]
     mask = np.stack([masks[i % 3] for i in range(B)])
     return dict(
-        segment_ids=jnp.asarray(ids, jnp.int32) if "ids" in packed else None, mask=jnp.asarray(mask) if "mask" in packed else None
+        segment_ids=jnp.asarray(ids, jnp.int32) if "ids" in packed else None,
+        mask=jnp.asarray(mask) if "mask" in packed else None,
     )
 
 
@@ -86,7 +88,13 @@ def test_values_and_gradients(getkey, case):
     arrays, cotangents = draw(getkey, **sizes)
     options = packing(sizes["B"], sizes["T"], packed)
     got = run(
-        arrays, cotangents, num_key_heads=sizes["h"], key_head_size=sizes["K"], chunk_size=16, implementation=implementation, **options
+        arrays,
+        cotangents,
+        num_key_heads=sizes["h"],
+        key_head_size=sizes["K"],
+        chunk_size=16,
+        implementation=implementation,
+        **options,
     )
     compare(got, oracle(arrays, cotangents, h=sizes["h"], K=sizes["K"], **options))
 
@@ -175,7 +183,11 @@ def test_row_11_thousands_of_documents(getkey):
     mask = np.arange(T)[None] < T - 1000
     arrays[6:] = [0 * x for x in arrays[6:]]
     out, conv_state, state = call(
-        arrays, segment_ids=jnp.arange(T, dtype=jnp.int32)[None], mask=jnp.asarray(mask), num_key_heads=h, key_head_size=K
+        arrays,
+        segment_ids=jnp.arange(T, dtype=jnp.int32)[None],
+        mask=jnp.asarray(mask),
+        num_key_heads=h,
+        key_head_size=K,
     )
     pre = arrays[0][0].astype(np.float64) * arrays[5][:, -1]
     x = pre / (1 + np.exp(-pre))
@@ -215,7 +227,14 @@ def decode(qkv, a, b, A_log, dt_bias, conv_weight, conv_state, state, *, h, K):
 
     def token(states, inputs):
         out, *states = gated_delta_net_step(
-            *inputs, A_log, dt_bias, conv_weight, num_key_heads=h, key_head_size=K, conv_state=states[0], initial_state=states[1]
+            *inputs,
+            A_log,
+            dt_bias,
+            conv_weight,
+            num_key_heads=h,
+            key_head_size=K,
+            conv_state=states[0],
+            initial_state=states[1],
         )
         return tuple(states), out
 
@@ -255,7 +274,10 @@ def test_row_54_left_padded_prefill_in_parts(getkey):
     for i in range(4):
         part = slice(500 * i, 500 * (i + 1))
         out, *states = call(
-            [*(x[:, part] for x in arrays[:3]), *arrays[3:6], *states], mask=jnp.asarray(mask[:, part]), num_key_heads=1, key_head_size=4
+            [*(x[:, part] for x in arrays[:3]), *arrays[3:6], *states],
+            mask=jnp.asarray(mask[:, part]),
+            num_key_heads=1,
+            key_head_size=4,
         )
         outs.append(out)
     assert rel(jnp.concatenate(outs, axis=1), values[0]) < 1e-5
@@ -282,7 +304,11 @@ def test_row_75_the_error_sees_the_decayed_state(getkey):
     qkv, a, b, A_log, dt_bias = (x.astype(np.float64) for x in arrays[:5])
     q, k = (qkv[0, :, i * K : (i + 1) * K] for i in range(2))
     q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    v, beta, decay = qkv[0, :, 2 * K :], 1 / (1 + np.exp(-b[0, :, 0])), np.exp(-np.exp(A_log[0]) * np.log1p(np.exp(a[0, :, 0] + dt_bias[0])))
+    v, beta, decay = (
+        qkv[0, :, 2 * K :],
+        1 / (1 + np.exp(-b[0, :, 0])),
+        np.exp(-np.exp(A_log[0]) * np.log1p(np.exp(a[0, :, 0] + dt_bias[0]))),
+    )
     first = beta[0] * np.outer(k[0], v[0])
     faded = decay[1] * first
     want = (faded + beta[1] * np.outer(k[1], v[1] - faded.T @ k[1])).T @ q[1] * K**-0.5
@@ -305,22 +331,35 @@ def test_without_a_convolution(getkey):
         assert rel(x, y) < 1e-6
     wide = [x.reshape(3, 2, *x.shape[1:]) for x in (qkv, a, b, state)]
     again = gated_delta_net(
-        *wide[:3], A_log, dt_bias, None, num_key_heads=3, key_head_size=5, initial_state=wide[3], mask=mask.reshape(3, 2, -1)
+        *wide[:3],
+        A_log,
+        dt_bias,
+        None,
+        num_key_heads=3,
+        key_head_size=5,
+        initial_state=wide[3],
+        mask=mask.reshape(3, 2, -1),
     )
     for x, y in zip(again, got):
         assert np.array_equal(x.reshape(y.shape), y)
-    step = gated_delta_net_step(qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias, None, num_key_heads=3, key_head_size=5, initial_state=state)
+    step = gated_delta_net_step(
+        qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias, None, num_key_heads=3, key_head_size=5, initial_state=state
+    )
     first = gated_delta_net(
         qkv[:, :1], a[:, :1], b[:, :1], A_log, dt_bias, None, num_key_heads=3, key_head_size=5, initial_state=state
     )
-    assert rel(step[0], first[0][:, 0]) < 1e-5 and rel(step[2], first[2]) < 1e-5 and step[1].shape == (6, 0, qkv.shape[-1])
+    assert (
+        rel(step[0], first[0][:, 0]) < 1e-5 and rel(step[2], first[2]) < 1e-5 and step[1].shape == (6, 0, qkv.shape[-1])
+    )
 
 
 @pytest.mark.parametrize("step", [False, True])
 def test_bfloat16(getkey, step):
     """Outputs and the convolution's state are bfloat16, the recurrent state float32; errors are those of the roundings."""
     arrays, cotangents = draw(getkey, **PRIMES | dict(T=32))
-    low = [jnp.asarray(x).astype(jnp.bfloat16) if i in (0, 1, 2, 5, 6) else jnp.asarray(x) for i, x in enumerate(arrays)]
+    low = [
+        jnp.asarray(x).astype(jnp.bfloat16) if i in (0, 1, 2, 5, 6) else jnp.asarray(x) for i, x in enumerate(arrays)
+    ]
     values, _ = oracle([np.asarray(x, np.float32) for x in low], cotangents, h=3, K=5)
     out, conv_state, state = decode(*low, h=3, K=5) if step else call(low, num_key_heads=3, key_head_size=5)
     assert out.dtype == conv_state.dtype == jnp.bfloat16 and state.dtype == jnp.float32
@@ -336,7 +375,9 @@ def test_strict_rounding(getkey):
     options = dict(num_key_heads=3, key_head_size=5)
     for x, y in zip(call(arrays, **options), call(arrays, **options, strict_hf_rounding=True)):
         assert rel(x, y) < 1e-6
-    low = [jnp.asarray(x).astype(jnp.bfloat16) if i in (0, 1, 2, 5, 6) else jnp.asarray(x) for i, x in enumerate(arrays)]
+    low = [
+        jnp.asarray(x).astype(jnp.bfloat16) if i in (0, 1, 2, 5, 6) else jnp.asarray(x) for i, x in enumerate(arrays)
+    ]
     assert not np.array_equal(call(low, **options)[2], call(low, **options, strict_hf_rounding=True)[2])
 
 
@@ -355,7 +396,7 @@ def test_row_76_memory_grows_with_tokens_only(getkey):
 
 
 def test_second_derivatives(getkey):
-    """"chunked" reaches a convolution with all derivatives; "xla" refuses with a sentence."""
+    """ "chunked" reaches a convolution with all derivatives; "xla" refuses with a sentence."""
     arrays, _ = draw(getkey, 1, 4, 1, 2, 3, 2, 3)
     arrays = [jnp.asarray(x) for x in arrays]
 
@@ -417,5 +458,13 @@ def test_step_refusals_and_pallas(unchecked):
         gated_delta_net_step(z((2, 32)), z((3, 4)), z((3, 4)), z(4), z(4), z((32, 4)), num_key_heads=2, key_head_size=3)
     with pytest.raises(NotImplementedError, match="'pallas' is not built yet"):
         gated_delta_net(
-            z((7, 32)), z((7, 4)), z((7, 4)), z(4), z(4), z((32, 4)), num_key_heads=2, key_head_size=3, implementation="pallas"
+            z((7, 32)),
+            z((7, 4)),
+            z((7, 4)),
+            z(4),
+            z(4),
+            z((32, 4)),
+            num_key_heads=2,
+            key_head_size=3,
+            implementation="pallas",
         )

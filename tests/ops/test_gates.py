@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config as checker
+
 from deltanox.ops import decay_and_beta
 from helpers import rel
-from jaxtyping import config as checker
 
 
 def draw(getkey, *shapes, dtype=jnp.float32):
@@ -35,7 +36,9 @@ def test_far_ends():
     want = by_hand(a, jnp.clip(a, -700, 700), A_log, dt_bias)
     assert np.allclose(g, want[0], rtol=2e-6, atol=0) and np.all(g <= 0) and np.all(g < 0)
     assert np.allclose(beta, want[1], rtol=2e-6, atol=1e-43)
-    for gradient in jax.grad(lambda *x: sum(jnp.sum(y) for y in decay_and_beta(*x)), argnums=(0, 1, 2, 3))(a, a, A_log, dt_bias):
+    for gradient in jax.grad(lambda *x: sum(jnp.sum(y) for y in decay_and_beta(*x)), argnums=(0, 1, 2, 3))(
+        a, a, A_log, dt_bias
+    ):
         assert np.all(np.isfinite(gradient))
 
 
@@ -46,7 +49,11 @@ def test_gradients(getkey):
     _, pull = jax.vjp(decay_and_beta, a, b, A_log, dt_bias)
     da, db, dA, ddt = pull((dg, dbeta))
     g, beta = by_hand(a, b, A_log, dt_bias)
-    want = -np.exp(np.asarray(A_log, np.float64)) / (1 + np.exp(-np.asarray(a + dt_bias[None, None], np.float64))) * np.asarray(dg, np.float64)
+    want = (
+        -np.exp(np.asarray(A_log, np.float64))
+        / (1 + np.exp(-np.asarray(a + dt_bias[None, None], np.float64)))
+        * np.asarray(dg, np.float64)
+    )
     assert rel(da, want) < 1e-6
     assert rel(ddt, want.sum((0, 1))) < 1e-5
     assert rel(dA, (g * np.asarray(dg, np.float64)).sum((0, 1))) < 1e-5
@@ -63,7 +70,9 @@ def test_bfloat16_projections_are_widened(getkey):
     assert rel(g, want[0]) < 1e-6 and rel(beta, want[1]) < 1e-6
     strict_g, strict_beta = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=True)
     assert np.array_equal(strict_g, g) and strict_beta.dtype == jnp.float32
-    assert np.array_equal(strict_beta, beta.astype(jnp.bfloat16).astype(jnp.float32)) and not np.array_equal(strict_beta, beta)
+    assert np.array_equal(strict_beta, beta.astype(jnp.bfloat16).astype(jnp.float32)) and not np.array_equal(
+        strict_beta, beta
+    )
 
 
 def test_row_20_bfloat16_decay_rates_matter(getkey):

@@ -100,6 +100,8 @@ def copy_delta_net(layer, module, *, gradients: bool = False):
         weights = {name: numpy(x.grad) for name, x in module.named_parameters()}
     weights["conv1d.weight"] = weights["conv1d.weight"][:, 0]
     if "in_proj_qkvz.weight" in weights:
-        weights = split_projections(weights, module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+        weights = split_projections(
+            weights, module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        )
     names = {name: name for name in weights if name != "conv1d.weight"}
     return copy_names(layer, weights, names | {"conv1d.weight": "conv.weight"})

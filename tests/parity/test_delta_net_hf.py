@@ -8,13 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from deltanox.nn import GatedDeltaNet
 from deltanox.ops import causal_conv1d, causal_conv1d_step, gated_delta_rule
 from deltanox.precision import Precision
 from helpers import rel
 
-torch = pytest.importorskip("torch", reason="parity with transformers needs torch and transformers: pip install torch transformers")
-pytest.importorskip("transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers")
+torch = pytest.importorskip(
+    "torch", reason="parity with transformers needs torch and transformers: pip install torch transformers"
+)
+pytest.importorskip(
+    "transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers"
+)
 
 pytestmark = [
     # what transformers and torch warn about is theirs to mend
@@ -105,7 +110,11 @@ def test_gradients():
     dlayer, dx = gradient(ours, jnp.asarray(x[0]))
     assert rel(dx, hf.numpy(leaf.grad)[0]) < TOLERANCE
     want = hf.copy_delta_net(jax.tree.map(jnp.zeros_like, dlayer), theirs, gradients=True)
-    for name, a, b in zip(("qkv", "z", "b", "a", "conv", "A_log", "dt_bias", "norm", "out"), jax.tree.leaves(dlayer), jax.tree.leaves(want)):
+    for name, a, b in zip(
+        ("qkv", "z", "b", "a", "conv", "A_log", "dt_bias", "norm", "out"),
+        jax.tree.leaves(dlayer),
+        jax.tree.leaves(want),
+    ):
         # A_log's and dt_bias's: sums of terms of both signs, in float32 on both sides
         assert rel(a, b) < (5 if name in ("A_log", "dt_bias") else 1) * TOLERANCE, name
 
@@ -116,7 +125,9 @@ def test_decoding():
 
     theirs, ours = pair("qwen3_5", 2)
     x = draw(5, 1, 9, D)
-    config = importlib.import_module("transformers.models.qwen3_5.configuration_qwen3_5").Qwen3_5TextConfig(num_hidden_layers=4)
+    config = importlib.import_module("transformers.models.qwen3_5.configuration_qwen3_5").Qwen3_5TextConfig(
+        num_hidden_layers=4
+    )
     cache = DynamicCache(config=config)
     run = eqx.filter_jit(lambda x, state: ours(x, state))
     state, start = None, 0
@@ -149,7 +160,15 @@ def test_strict_rounding(ratio):
         return np.asarray(batched(layer, jnp.asarray(hf.numpy(x)).astype(jnp.bfloat16)).astype(jnp.float32))
 
     plain, near = low(ours), low(strict)
-    print("to transformers: plain", rel(plain, want), "strict", rel(near, want), "; to float32:", rel(plain, exact), rel(want, exact))
+    print(
+        "to transformers: plain",
+        rel(plain, want),
+        "strict",
+        rel(near, want),
+        "; to float32:",
+        rel(plain, exact),
+        rel(want, exact),
+    )
     assert rel(near, want) < 0.8 * rel(plain, want)
     assert rel(plain, exact) < 1.2 * rel(want, exact)
 
@@ -158,14 +177,20 @@ def test_convolution():
     """Their convolution, prefill and cached decode (their state holds W inputs, ours W − 1)."""
     theirs = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     x, weight, bias = draw(7, 2, 11, 6), draw(8, 6, 4), draw(9, 6)
-    want = theirs.causal_conv1d_fn(torch.tensor(x).transpose(1, 2), torch.tensor(weight), torch.tensor(bias), activation="silu")
+    want = theirs.causal_conv1d_fn(
+        torch.tensor(x).transpose(1, 2), torch.tensor(weight), torch.tensor(bias), activation="silu"
+    )
     x, weight, bias = map(jnp.asarray, (x, weight, bias))
     y, state = causal_conv1d(x[:, :10], weight, bias, activation="silu")
     last, state = causal_conv1d_step(x[:, 10], weight, bias, initial_state=state, activation="silu")
     assert rel(jnp.concatenate([y, last[:, None]], axis=1), hf.numpy(want.transpose(1, 2))) < 1e-6
     cache = torch.tensor(np.array(x[:, 6:10])).transpose(1, 2).contiguous()
     step = theirs.causal_conv1d_update(
-        torch.tensor(np.array(x[:, 10:])).transpose(1, 2), cache, torch.tensor(np.array(weight)), torch.tensor(np.array(bias)), activation="silu"
+        torch.tensor(np.array(x[:, 10:])).transpose(1, 2),
+        cache,
+        torch.tensor(np.array(weight)),
+        torch.tensor(np.array(bias)),
+        activation="silu",
     )
     assert rel(last, hf.numpy(step)[..., 0]) < 1e-6
     assert np.array_equal(state, hf.numpy(cache.transpose(1, 2))[:, 1:])

@@ -49,8 +49,8 @@ class CausalConv1d(eqx.Module):
         dtype: DTypeLike = jnp.float32,
         key: PRNGKeyArray,
     ):
-        """**Arguments:** `channels`: C; `conv_size`: W ≥ 1; `use_bias`; `activation`: "silu" or None; `implementation`: as in
-        `deltanox.ops.causal_conv1d`; `dtype`: of weight and bias.
+        """**Arguments:** `channels`: C; `conv_size`: W ≥ 1; `use_bias`; `activation`: "silu" or None;
+        `implementation`: as in `deltanox.ops.causal_conv1d`; `dtype`: of weight and bias.
 
         **Raises:** `ValueError` for sizes below 1 and for options that don't exist.
         """
@@ -92,11 +92,13 @@ class CausalConv1d(eqx.Module):
         check_tokens("CausalConv1d", x, self.channels, "channels", segment_ids=segment_ids, mask=mask)
         inputs = None if state is None else state.inputs
         if inputs is not None and x.shape[0] == 1 and mask is None:
-            y, inputs = causal_conv1d_step(x[0], self.weight, self.bias, initial_state=inputs, activation=self.activation)
+            y, inputs = causal_conv1d_step(
+                x[0], self.weight, self.bias, initial_state=inputs, activation=self.activation
+            )
             return y[None], ConvState(inputs)
         y, inputs = causal_conv1d(
-            x, self.weight, self.bias, initial_state=inputs, segment_ids=segment_ids, mask=mask, activation=self.activation,
-            implementation=self.implementation,
+            x, self.weight, self.bias, initial_state=inputs, segment_ids=segment_ids, mask=mask,
+            activation=self.activation, implementation=self.implementation,
         )  # fmt: skip
         return y, ConvState(inputs)
 
@@ -107,7 +109,11 @@ def check_tokens(op: str, x, size: int, letter: str, **arrays) -> None:
     require(
         x.ndim == 2,
         f"{op}: `x` must be one sequence [T, {letter}] = [T, {size}], but it is {describe(x)}: "
-        + (f"layers are unbatched, wrap in jax.vmap: {layer}" if x.ndim > 2 else "add the axis of the tokens, as in x[None]"),
+        + (
+            f"layers are unbatched, wrap in jax.vmap: {layer}"
+            if x.ndim > 2
+            else "add the axis of the tokens, as in x[None]"
+        ),
     )
     require(
         x.shape[1] == size,
@@ -118,6 +124,7 @@ def check_tokens(op: str, x, size: int, letter: str, **arrays) -> None:
     for name, value in arrays.items():
         require(
             value is None or value.shape == x.shape[:1],
-            f"{op}: `{name}` must be [T] = [{x.shape[0]}], one value a token, but it is {None if value is None else describe(value)}: "
+            f"{op}: `{name}` must be [T] = [{x.shape[0]}], one value a token, but it is "
+            f"{None if value is None else describe(value)}: "
             f"with a batch of it, wrap in jax.vmap as x",
         )

@@ -38,9 +38,9 @@ class GatedDeltaNet(eqx.Module):
         o = gated_delta_rule(q / ‖q‖, k / ‖k‖, v, g, β)      `deltanox.ops.gated_delta_rule`
         y = (RMSNorm(o) ∘ weight ∘ silu(x W_z)) W_out        the norm over each head
 
-    The fields bear Hugging Face's names, in Qwen3.5's layout (`in_proj_qkv` is [all Q | all K | all V]). `A_log`, `dt_bias` and the norm's
-    weight stay float32 under every cast. Initialisation is Qwen's: N(0, 0.02) for the projections and the convolution, A from
-    U(0.01, 16) drawn in float32, `dt_bias` and the norm's weight ones.
+    The fields bear Hugging Face's names, in Qwen3.5's layout (`in_proj_qkv` is [all Q | all K | all V]). `A_log`,
+    `dt_bias` and the norm's weight stay float32 under every cast. Initialisation is Qwen's: N(0, 0.02) for the
+    projections and the convolution, A from U(0.01, 16) drawn in float32, `dt_bias` and the norm's weight ones.
 
     Source: Yang, Kautz, Hatamizadeh, arXiv:2412.06464; Qwen3-Next and Qwen3.5.
     """
@@ -96,28 +96,30 @@ class GatedDeltaNet(eqx.Module):
         - `conv_size`: W, the width of the convolution; 1 looks at the current token only.
         - `gate`: activation of the output's gate.
         - `eps`: ε of the output norm (the L2 norm of q and k has its own, 1e-6).
-        - `chunk_size`, `implementation`, `precision`, `state_dtype`, `residuals`: as in `deltanox.ops.gated_delta_rule`.
-        - `strict_hf_rounding`: round where Hugging Face's model rounds in bfloat16 (convolution before SiLU, β, norm before its weight); no
-          difference in float32.
+        - `chunk_size`, `implementation`, `precision`, `state_dtype`, `residuals`: as in
+          `deltanox.ops.gated_delta_rule`.
+        - `strict_hf_rounding`: round where Hugging Face's model rounds in bfloat16 (convolution before SiLU, β, norm
+          before its weight); no difference in float32.
         - `dtype`: of the weights; `A_log`, `dt_bias` and the norm's weight are float32.
 
         **Raises:** `ValueError` for sizes and options that don't fit.
         """
         op = "GatedDeltaNet"
         sizes = {
-            "embed_size": embed_size, "num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "key_head_size": key_head_size,
-            "value_head_size": value_head_size, "conv_size": conv_size,
+            "embed_size": embed_size, "num_key_heads": num_key_heads, "num_value_heads": num_value_heads,
+            "key_head_size": key_head_size, "value_head_size": value_head_size, "conv_size": conv_size,
         }  # fmt: skip
         for name, size in sizes.items():
             require(size >= 1, f"{op}: `{name}` must be at least 1, but it is {size}")
         require(
             num_value_heads % num_key_heads == 0,
-            f"{op}: num_value_heads = {num_value_heads} must be a multiple of num_key_heads = {num_key_heads}: each key head serves equally "
-            f"many value heads",
+            f"{op}: num_value_heads = {num_value_heads} must be a multiple of num_key_heads = {num_key_heads}: each "
+            f"key head serves equally many value heads",
         )
         check_options(
-            op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals
-        )
+            op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype,
+            residuals=residuals,
+        )  # fmt: skip
         key_size, value_size = num_key_heads * key_head_size, num_value_heads * value_head_size
         qkv_key, z_key, b_key, a_key, conv_key, decay_key, out_key = jax.random.split(key, 7)
         self.in_proj_qkv = linear(embed_size, 2 * key_size + value_size, dtype=dtype, key=qkv_key)
@@ -165,8 +167,8 @@ class GatedDeltaNet(eqx.Module):
         - `x`: embeddings, one row a token.
         - `state`: what the last call returned; None is the start of a document. It belongs to the first segment.
         - `segment_ids`: packed documents: tokens on the two sides of a change of the id never meet.
-        - `mask`: False at padding, left or right: the state goes past it unchanged, its output is zero, its values (NaN included) are
-          not looked at.
+        - `mask`: False at padding, left or right: the state goes past it unchanged, its output is zero, its values
+          (NaN included) are not looked at.
 
         **Returns:** `(y, state)`: y in x's dtype, and the state after the last real token.
 
@@ -189,8 +191,8 @@ class GatedDeltaNet(eqx.Module):
             out = out[None]
         else:
             out, conv, recurrent = gated_delta_net(
-                qkv, a, b, *weights, conv_state=conv, initial_state=recurrent, segment_ids=segment_ids, mask=mask, **options,
-                chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
+                qkv, a, b, *weights, conv_state=conv, initial_state=recurrent, segment_ids=segment_ids, mask=mask,
+                **options, chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
                 state_dtype=self.state_dtype, residuals=self.residuals,
             )  # fmt: skip
         heads = (x.shape[0], self.num_value_heads, self.value_head_size)

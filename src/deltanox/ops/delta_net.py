@@ -9,8 +9,7 @@ from .._types import Implementation, Mask, Precision, SegmentIds, State
 from ._dtypes import accumulator
 from ._validate import describe, require, require_array, shapes
 from .causal_conv import causal_conv1d, causal_conv1d_step
-from .causal_conv.inputs import check_options as check_conv_options
-from .causal_conv.inputs import check_state, check_tokens, check_weight
+from .causal_conv.inputs import check_options as check_conv_options, check_state, check_tokens, check_weight
 from .causal_conv.shifted import activate
 from .delta_rule import Residuals, gated_delta_rule, gated_delta_step
 from .delta_rule.inputs import check_options
@@ -18,13 +17,13 @@ from .gates import check_gates, decay_and_beta
 
 
 def check_shapes(
-    op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state, segment_ids=None,
-    mask=None, *, axis_t: str = "T ",
+    op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state,
+    segment_ids=None, mask=None, *, axis_t: str = "T ",
 ) -> int:  # fmt: skip
     """Raise ValueError unless shapes and dtypes fit together; the value head size. `axis_t` is "" for one token."""
     arrays = shapes(
-        qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, conv_weight=conv_weight, conv_bias=conv_bias, conv_state=conv_state,
-        initial_state=initial_state, segment_ids=segment_ids, mask=mask,
+        qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, conv_weight=conv_weight, conv_bias=conv_bias,
+        conv_state=conv_state, initial_state=initial_state, segment_ids=segment_ids, mask=mask,
     )  # fmt: skip
     received = f"received {arrays}, num_key_heads={num_key_heads!r}, key_head_size={key_head_size!r}"
     for name, size in (("num_key_heads", num_key_heads), ("key_head_size", key_head_size)):
@@ -38,22 +37,22 @@ def check_shapes(
     letters = "*B, T" if axis_t else "*B"
     require(
         a.shape == (*tokens, heads),
-        f"{op}: `a` and `b` must be [{letters}, H] = {[*tokens, heads]}, the axes [{letters}] of `qkv`, but they are {describe(a)}; "
-        f"{received}: the order is tokens before heads",
+        f"{op}: `a` and `b` must be [{letters}, H] = {[*tokens, heads]}, the axes [{letters}] of `qkv`, but they are "
+        f"{describe(a)}; {received}: the order is tokens before heads",
     )
     for name, size in (("T", tokens[-1] if axis_t else 1), ("H", heads)):
         require(size >= 1, f"{op}: the axis {name} must not be empty; {received}")
     require(
         heads % num_key_heads == 0,
-        f"{op}: the value heads H = {heads} (the last axis of `a`) must be a multiple of the key heads num_key_heads = {num_key_heads}; "
-        f"{received}: value head i reads key head i // (H / h)",
+        f"{op}: the value heads H = {heads} (the last axis of `a`) must be a multiple of the key heads num_key_heads "
+        f"= {num_key_heads}; {received}: value head i reads key head i // (H / h)",
     )
     channels, keys = qkv.shape[-1], 2 * num_key_heads * key_head_size
     require(
         channels > keys and (channels - keys) % heads == 0,
-        f"{op}: the last axis of `qkv` must be 2hK + HV, the merged queries, keys and values: 2·h·K = 2·{num_key_heads}·{key_head_size} = "
-        f"{keys} and a multiple V of H = {heads}, as {keys} + {heads}·V, but it is {channels}; {received}: check num_key_heads, "
-        f"key_head_size and that z is not merged into it",
+        f"{op}: the last axis of `qkv` must be 2hK + HV, the merged queries, keys and values: 2·h·K = "
+        f"2·{num_key_heads}·{key_head_size} = {keys} and a multiple V of H = {heads}, as {keys} + {heads}·V, but it is "
+        f"{channels}; {received}: check num_key_heads, key_head_size and that z is not merged into it",
     )
     value_size = (channels - keys) // heads
     lead = tokens[:-1] if axis_t else tokens
@@ -62,15 +61,18 @@ def check_shapes(
         check_weight(op, conv_weight, conv_bias, channels, received, names=("conv_weight", "conv_bias"))
         past = conv_weight.shape[1] - 1
     else:
-        require(conv_bias is None, f"{op}: `conv_bias` needs a `conv_weight`, which is None; {received}: add the bias to qkv instead")
+        require(
+            conv_bias is None,
+            f"{op}: `conv_bias` needs a `conv_weight`, which is None; {received}: add the bias to qkv instead",
+        )
     check_state(op, conv_state, lead, past, channels, qkv.dtype, received, name="conv_state")
     if initial_state is not None:
         require_array(op, "initial_state", initial_state, "*B H K V")
         wanted = (*lead, heads, key_head_size, value_size)
         require(
             initial_state.shape == wanted,
-            f"{op}: `initial_state` must be [*B, H, K, V] = {list(wanted)}, but it is {describe(initial_state)}; {received}: keys come before "
-            f"values, one state a batch row and value head",
+            f"{op}: `initial_state` must be [*B, H, K, V] = {list(wanted)}, but it is {describe(initial_state)}; "
+            f"{received}: keys come before values, one state a batch row and value head",
         )
     check_tokens(op, tokens, received, segment_ids=segment_ids, mask=mask)
     return value_size
@@ -119,7 +121,7 @@ def gated_delta_net(
     Heads stay merged in the last axis, outside and in the convolution, so that nothing is transposed in memory.
 
     Arguments:
-        qkv: the merged projection, in the order [queries of all h key heads | keys of all h | values of all H value heads].
+        qkv: the merged projection, in the order [queries of all h key heads | keys of all h | values of all H heads].
         a, b: projections for decay and rate, one value a value head.
         A_log, dt_bias: see `decay_and_beta`; float32.
         conv_weight: the convolution's taps, see `causal_conv1d`; None leaves convolution and activation out.
@@ -128,16 +130,17 @@ def gated_delta_net(
         conv_state: the W − 1 rows of qkv before the first token [*B W-1 C], in qkv's dtype; None is zeros.
         initial_state: the recurrent state [*B H K V]; None is zeros. Both states belong to the first segment.
         segment_ids: packed documents; neither convolution nor recurrence crosses a boundary.
-        mask: False at padding; outputs there are zero, and everything else is as if the row were not padded (see `causal_conv1d` and
-            `gated_delta_rule`).
+        mask: False at padding; outputs there are zero, and everything else is as if the row were not padded (see
+            `causal_conv1d` and `gated_delta_rule`).
         activation: of the convolution: "silu", or None.
-        scale, l2norm_eps, chunk_size, implementation, precision, state_dtype, residuals: as in `gated_delta_rule`; "implementation"
-            chooses the convolution's engine as well, so that "chunked" has every derivative.
-        strict_hf_rounding: round as Hugging Face's bfloat16 models do: the convolution before its activation, and β. No difference in
-            float32.
+        scale, l2norm_eps, chunk_size, implementation, precision, state_dtype, residuals: as in `gated_delta_rule`;
+            "implementation" chooses the convolution's engine as well, so that "chunked" has every derivative.
+        strict_hf_rounding: round as Hugging Face's bfloat16 models do: the convolution before its activation, and β.
+            No difference in float32.
 
-    Returns: `(out, conv_state, final_state)`: out [*B T HV] in qkv's dtype; the convolution's state [*B W-1 C] in qkv's dtype (empty
-        without a convolution) and the recurrent state [*B H K V] in float32 (float64 for float64 inputs), both after the last real token.
+    Returns: `(out, conv_state, final_state)`: out [*B T HV] in qkv's dtype; the convolution's state [*B W-1 C] in
+        qkv's dtype (empty without a convolution) and the recurrent state [*B H K V] in float32 (float64 for float64
+        inputs), both after the last real token.
 
     Raises: ValueError with the argument, the shapes received and the remedy; NotImplementedError as `gated_delta_rule`.
 
@@ -145,11 +148,12 @@ def gated_delta_net(
     """
     op = "gated_delta_net"
     value_size = check_shapes(
-        op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state, segment_ids, mask
-    )
+        op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state,
+        segment_ids, mask,
+    )  # fmt: skip
     check_options(
-        op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
-        scale=scale, l2norm_eps=l2norm_eps,
+        op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype,
+        residuals=residuals, scale=scale, l2norm_eps=l2norm_eps,
     )  # fmt: skip
     check_conv_options(op, activation=activation, implementation=implementation)
     if mask is not None:
@@ -168,7 +172,8 @@ def gated_delta_net(
     g, beta = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
     accumulate = accumulator(v.dtype)
     out, state = gated_delta_rule(
-        q, k, v, g.astype(accumulate), beta.astype(accumulate), initial_state=initial_state, segment_ids=segment_ids, mask=mask,
+        q, k, v, g.astype(accumulate), beta.astype(accumulate), initial_state=initial_state, segment_ids=segment_ids,
+        mask=mask,
         scale=scale, use_qk_l2norm=True, l2norm_eps=l2norm_eps, chunk_size=chunk_size, implementation=implementation,
         precision=precision, state_dtype=state_dtype, residuals=residuals,
     )  # fmt: skip
@@ -201,8 +206,9 @@ def gated_delta_net_step(
     """
     op = "gated_delta_net_step"
     value_size = check_shapes(
-        op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state, axis_t=""
-    )
+        op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state,
+        axis_t="",
+    )  # fmt: skip
     check_conv_options(op, activation=activation)
     if conv_weight is None:
         conv_state = jnp.zeros((*qkv.shape[:-1], 0, qkv.shape[-1]), qkv.dtype)

@@ -22,8 +22,8 @@ def check_gates(op: str, a, b, A_log, dt_bias) -> None:
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         require(
             x.shape == a.shape[-1:],
-            f"{op}: `{name}` must be [H] = [{a.shape[-1]}], one value a value head, the last axis of `a`, but it is {describe(x)}; "
-            f"{received}",
+            f"{op}: `{name}` must be [H] = [{a.shape[-1]}], one value a value head, the last axis of `a`, but it is "
+            f"{describe(x)}; {received}",
         )
 
 
@@ -41,8 +41,8 @@ def decay_and_beta(
 
     Arguments:
         a, b: projections of the tokens, any leading axes and float dtype.
-        A_log: natural logarithm of the decay rate A; dt_bias: the offset of the time step. Kept in float32: eight bits of A_log
-            change A by 0.3 % on average, by up to 1.6 %.
+        A_log: natural logarithm of the decay rate A; dt_bias: the offset of the time step. Kept in float32: eight
+            bits of A_log change A by 0.3 % on average, by up to 1.6 %.
         strict_hf_rounding: round β to b's dtype, as Hugging Face's bfloat16 models do.
 
     Returns: `(g, beta)`, in float32 (float64 for float64 projections).

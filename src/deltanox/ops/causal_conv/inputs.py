@@ -21,11 +21,13 @@ def check_weight(op: str, weight, bias, channels: int, received: str, *, names=(
     swapped = ": the axes are swapped, transpose it" if weight.shape[1] == channels != weight.shape[0] else ""
     require(
         weight.shape[0] == channels,
-        f"{op}: `{name_w}` must be [C, W] = [{channels}, W], one row of taps a channel, but it is {describe(weight)}{swapped}; {received}",
+        f"{op}: `{name_w}` must be [C, W] = [{channels}, W], one row of taps a channel, but it is "
+        f"{describe(weight)}{swapped}; {received}",
     )
     require(
         weight.shape[1] >= 1,
-        f"{op}: `{name_w}` must have at least one tap, but W = 0 ({describe(weight)}): W = 1 looks at the current token only",
+        f"{op}: `{name_w}` must have at least one tap, but W = 0 ({describe(weight)}): W = 1 looks at the current "
+        f"token only",
     )
     if bias is not None:
         require_array(op, name_b, bias, "C")
@@ -35,7 +37,9 @@ def check_weight(op: str, weight, bias, channels: int, received: str, *, names=(
         )
 
 
-def check_state(op: str, state, lead: tuple, past: int, channels: int, dtype, received: str, *, name="initial_state") -> None:
+def check_state(
+    op: str, state, lead: tuple, past: int, channels: int, dtype, received: str, *, name="initial_state"
+) -> None:
     """`state` must be [*B W-1 C] in the inputs' dtype."""
     if state is None:
         return
@@ -43,13 +47,13 @@ def check_state(op: str, state, lead: tuple, past: int, channels: int, dtype, re
     wanted = (*lead, past, channels)
     require(
         state.shape == wanted,
-        f"{op}: `{name}` must be [*B, W-1, C] = {list(wanted)}, the last W - 1 inputs, oldest first, but it is {describe(state)}; "
-        f"{received}: the order is tokens before channels, and the current token is not part of it",
+        f"{op}: `{name}` must be [*B, W-1, C] = {list(wanted)}, the last W - 1 inputs, oldest first, but it is "
+        f"{describe(state)}; {received}: the order is tokens before channels, and the current token is not part of it",
     )
     require(
         state.dtype == dtype,
-        f"{op}: `{name}` must have the inputs' dtype {dtype}, but it is {describe(state)}; {received}: it holds inputs, cast it with "
-        f".astype({dtype})",
+        f"{op}: `{name}` must have the inputs' dtype {dtype}, but it is {describe(state)}; {received}: it holds "
+        f"inputs, cast it with .astype({dtype})",
     )
 
 
@@ -67,9 +71,8 @@ def check_tokens(op: str, lead: tuple, received: str, **arrays) -> None:
 
 def check_shapes(op: str, x, weight, bias, initial_state, segment_ids=None, mask=None, *, axis_t: str = "T ") -> None:
     """Raise ValueError unless shapes and dtypes fit together. `axis_t` is "" for one token."""
-    received = (
-        f"received {shapes(x=x, weight=weight, bias=bias, initial_state=initial_state, segment_ids=segment_ids, mask=mask)}"
-    )
+    arrays = dict(weight=weight, bias=bias, initial_state=initial_state, segment_ids=segment_ids, mask=mask)
+    received = f"received {shapes(x=x, **arrays)}"
     require_array(op, "x", x, f"*B {axis_t}C")
     for letter, size in zip(("C", "T"), reversed(x.shape)):
         require(

@@ -1,4 +1,4 @@
-"""The public op: shapes, packing and dispatch. The definition is in `reference.py`, the fast pass in `shifted.py` and `vjp.py`."""
+"""The public op: shapes, packing and dispatch. The definition is in `reference.py`, the fast pass in `vjp.py`."""
 
 import math
 from typing import Literal
@@ -36,28 +36,29 @@ def causal_conv1d(
         x: inputs, any float dtype.
         weight: one row of taps a channel, any float dtype; W ≥ 1.
         bias: added before the activation; None is no bias.
-        initial_state: the W − 1 inputs before the first real token, oldest first, in x's dtype; None is zeros. It belongs to the first
-            segment.
+        initial_state: the W − 1 inputs before the first real token, oldest first, in x's dtype; None is zeros. It
+            belongs to the first segment.
         segment_ids: documents packed in a row: any change between neighbours is a boundary, which no tap crosses.
-        mask: False at padding. A masked input counts as zero and its output is zero; its value (NaN included) and its segment id are
-            not looked at. Masked tokens before the first real one are skipped, so that the initial state lies right before it: outputs of
-            real tokens, states and gradients of a padded call are those of the unpadded one.
+        mask: False at padding. A masked input counts as zero and its output is zero; its value (NaN included) and its
+            segment id are not looked at. Masked tokens before the first real one are skipped, so that the initial
+            state lies right before it: outputs of real tokens, states and gradients of a padded call are those of the
+            unpadded one.
         activation: "silu", or None.
         implementation: see below. "auto" is "xla" where no TPU kernel is built.
 
-    Returns: `(y, final_state)`, both in x's dtype: final_state [*B W-1 C] holds the last W − 1 real inputs of the last segment, the
-        initial state's among them where the row is shorter and still the first segment, zeros before a segment's start.
-        It is empty for W = 1.
+    Returns: `(y, final_state)`, both in x's dtype: final_state [*B W-1 C] holds the last W − 1 real inputs of the
+        last segment, the initial state's among them where the row is shorter and still the first segment, zeros
+        before a segment's start. It is empty for W = 1.
 
     | implementation | what it is | derivatives |
     |---|---|---|
     | "xla" | a sum of W shifted copies, with a hand-derived backward; only the inputs are kept | reverse mode, once |
-    | "chunked" | the same pass, differentiated by JAX (named as in `gated_delta_rule`) | forward and reverse mode, any number of times |
+    | "chunked" | the same pass, differentiated by JAX | forward and reverse mode, any number of times |
     | "reference" | token by token in float64 | reverse mode, once; all under jax_enable_x64 |
     | "pallas" | TPU kernels | not built yet |
 
-    Raises: ValueError with the argument, the shapes received and the remedy. NotImplementedError at a second derivative of "xla", and
-        for "pallas".
+    Raises: ValueError with the argument, the shapes received and the remedy. NotImplementedError at a second
+        derivative of "xla", and for "pallas".
 
     Source: the mixer of Qwen3-Next and Qwen3.5 (Hugging Face's `conv1d.weight` [C 1 W] without its middle axis).
     """

@@ -3,7 +3,7 @@ r"""The causal convolution, token by token: the definition that the other implem
 Two windows of W − 1 inputs travel along: what the taps see, and what will be the state. At a token x_t:
 
     where a segment begins     both windows are zeros
-    a real token               y_t = act(Σ_w weight[:, w] window[w] + bias), with the window's last place taken by x_t; x_t enters both windows
+    a real token               x_t enters both windows, and y_t = act(Σ_w weight[:, w] [window, x_t][w] + bias)
     a masked token             y_t = 0; a zero enters the taps' window once a real token has been seen, the state stays
 """
 
