@@ -251,7 +251,7 @@ def test_row_17_short_rows(getkey, implementation, T, incoming):
 
     old = np.ones((1, 3, 2), np.float32) * incoming
     assert np.array_equal(last(x), np.concatenate([old, x], axis=1)[:, -3:])
-    jacobian = jax.jacrev(last)(x)[0, :, :, 0]  # [3 2 T 2]
+    jacobian = jax.jit(jax.jacrev(last))(x)[0, :, :, 0]  # [3 2 T 2]
     want = np.zeros((3, 2, T, 2))
     for t in range(T):
         want[3 - T + t, :, t] = np.eye(2)

@@ -319,38 +319,34 @@ def test_row_75_the_error_sees_the_decayed_state(getkey):
 
 
 def test_without_a_convolution(getkey):
-    """conv_weight None is a convolution of width 1 with a weight of one and no activation, whatever the number of leading axes."""
+    """conv_weight None is a convolution of width 1, a weight of one and no activation; with any number of leading axes."""
     arrays, _ = draw(getkey, **PRIMES | dict(B=6))
     qkv, a, b, A_log, dt_bias, *_, state = map(jnp.asarray, arrays)
     mask = packing(6, 13, "mask")["mask"]
-    options = dict(num_key_heads=3, key_head_size=5, initial_state=state, mask=mask)
-    broken = jnp.where(mask[..., None], qkv, jnp.nan)
-    got = gated_delta_net(broken, a, b, A_log, dt_bias, None, **options)
-    want = gated_delta_net(qkv, a, b, A_log, dt_bias, jnp.ones((qkv.shape[-1], 1)), activation=None, **options)
-    for x, y in zip(got, want):
+    sizes = dict(num_key_heads=3, key_head_size=5)
+
+    @functools.partial(jax.jit, static_argnames="width")
+    def net(qkv, a, b, state, mask, width=0):
+        weight = jnp.ones((qkv.shape[-1], 1)) if width else None
+        activation = None if width else "silu"
+        return gated_delta_net(
+            qkv, a, b, A_log, dt_bias, weight, initial_state=state, mask=mask, activation=activation, **sizes
+        )
+
+    got = net(jnp.where(mask[..., None], qkv, jnp.nan), a, b, state, mask)
+    for x, y in zip(got, net(qkv, a, b, state, mask, width=1)):
         assert rel(x, y) < 1e-6
-    wide = [x.reshape(3, 2, *x.shape[1:]) for x in (qkv, a, b, state)]
-    again = gated_delta_net(
-        *wide[:3],
-        A_log,
-        dt_bias,
-        None,
-        num_key_heads=3,
-        key_head_size=5,
-        initial_state=wide[3],
-        mask=mask.reshape(3, 2, -1),
-    )
-    for x, y in zip(again, got):
-        assert np.array_equal(x.reshape(y.shape), y)
-    step = gated_delta_net_step(
-        qkv[:, 0], a[:, 0], b[:, 0], A_log, dt_bias, None, num_key_heads=3, key_head_size=5, initial_state=state
-    )
-    first = gated_delta_net(
-        qkv[:, :1], a[:, :1], b[:, :1], A_log, dt_bias, None, num_key_heads=3, key_head_size=5, initial_state=state
-    )
-    assert (
-        rel(step[0], first[0][:, 0]) < 1e-5 and rel(step[2], first[2]) < 1e-5 and step[1].shape == (6, 0, qkv.shape[-1])
-    )
+    wide = [x.reshape(3, 2, *x.shape[1:]) for x in (qkv, a, b, state, mask)]
+    for x, y in zip(net(*wide), got):
+        assert rel(x.reshape(y.shape), y) < 1e-6
+
+    @jax.jit
+    def step(qkv, a, b, state):
+        return gated_delta_net_step(qkv, a, b, A_log, dt_bias, None, initial_state=state, **sizes)
+
+    out, empty, new = step(qkv[:, 0], a[:, 0], b[:, 0], state)
+    first = net(qkv[:, :1], a[:, :1], b[:, :1], state, None)
+    assert rel(out, first[0][:, 0]) < 1e-5 and rel(new, first[2]) < 1e-5 and empty.shape == (6, 0, qkv.shape[-1])
 
 
 @pytest.mark.parametrize("step", [False, True])
