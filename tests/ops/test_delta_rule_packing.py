@@ -15,11 +15,14 @@ ENGINES = ("chunked", "xla", "reference")
 
 
 def make(seed, B, T, h, H, K, V, A=0.05):
-    keys = jax.random.split(jax.random.key(seed), 6)
-    q, k = (jax.random.normal(key, (B, T, h, K)) for key in keys[:2])
-    g = -A * jax.nn.softplus(jax.random.normal(keys[3], (B, T, H)))
-    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (B, T, H)))
-    return q, k, jax.random.normal(keys[2], (B, T, H, V)), g, beta, jax.random.normal(keys[5], (B, H, K, V))
+    rng = np.random.default_rng(seed)  # NumPy's: JAX would compile a generator for every shape
+
+    def normal(*shape):
+        return rng.standard_normal((B, *shape), np.float32)
+
+    g, beta = -A * np.log1p(np.exp(normal(T, H))), 1 / (1 + np.exp(-normal(T, H)))
+    arrays = (normal(T, h, K), normal(T, h, K), normal(T, H, V), g, beta, normal(H, K, V))
+    return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "chunk_size", "states_every"))
@@ -39,8 +42,8 @@ def run(arrays, weights, segment_ids=None, mask=None, *, implementation="xla", c
 
 
 def weights_for(arrays, seed=1):
-    keys = jax.random.split(jax.random.key(seed))
-    return jax.random.normal(keys[0], arrays[2].shape), jax.random.normal(keys[1], arrays[5].shape)
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal(x.shape, np.float32)) for x in (arrays[2], arrays[5]))
 
 
 @pytest.mark.parametrize("implementation", ENGINES)
@@ -57,7 +60,7 @@ def test_documents_never_meet(implementation):
         state = arrays[5] if i == 0 else jnp.zeros_like(arrays[5])
         last = i == len(lengths) - 1
         want = run(
-            (*part, state), (weights[0][:, start : start + length], weights[1] * last), implementation="reference"
+            (*part, state), (weights[0][:, start : start + length], weights[1] * float(last)), implementation="reference"
         )
         for x, y in zip(got[:1] + got[2:7], want[:1] + want[2:7]):
             assert rel(x[:, start : start + length], y) < 1e-6

@@ -13,6 +13,11 @@ step = getattr(gated_delta_step, "__wrapped__", gated_delta_step)
 check = getattr(check_inputs, "__wrapped__", check_inputs)
 
 
+def call(function, arguments):
+    arguments = dict(arguments)
+    return function(*[arguments.pop(name) for name in ("q", "k", "v", "g", "beta")], **arguments)
+
+
 def good(**changes):
     arrays = dict(
         q=jnp.ones((2, 7, 3, 4)), k=jnp.ones((2, 7, 3, 4)), v=jnp.ones((2, 7, 6, 5)), g=-jnp.ones((2, 7, 6)),
@@ -51,9 +56,8 @@ def good(**changes):
     ],
 )  # fmt: skip
 def test_wrong_arguments(changes, text):
-    arguments = good(**changes)
     with pytest.raises(ValueError, match=text):
-        op(*(arguments.pop(name) for name in ("q", "k", "v", "g", "beta")), **arguments)
+        call(op, good(**changes))
 
 
 def test_empty_sequence():
@@ -94,16 +98,14 @@ def test_residuals(field, value):
 )  # fmt: skip
 def test_check_inputs(changes, text):
     """Case 32 and its kind: what only values can tell."""
-    arguments = good(**changes)
     with pytest.raises(ValueError, match=text):
-        check(*(arguments.pop(name) for name in ("q", "k", "v", "g", "beta")), **arguments)
+        call(check, good(**changes))
 
 
 def test_check_inputs_accepts():
     mask = jnp.ones((2, 7), bool).at[0, :2].set(False).at[1, 3].set(False)
     ids = jnp.array([[9, 9, 0, 0, 0, 0, 0], [0, 0, 0, 9, 1, 1, 1]])
-    arguments = good(mask=mask, segment_ids=ids, q=jnp.ones((2, 7, 3, 4)).at[0, 0].set(jnp.nan))
-    check(*(arguments.pop(name) for name in ("q", "k", "v", "g", "beta")), **arguments)
+    call(check, good(mask=mask, segment_ids=ids, q=jnp.ones((2, 7, 3, 4)).at[0, 0].set(jnp.nan)))
 
 
 def test_check_inputs_under_jit():

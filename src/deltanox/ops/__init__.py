@@ -1,9 +1,7 @@
 """Pure functions of arrays: any number of leading batch axes, no parameters of their own."""
 
-from .causal_conv import causal_conv1d as causal_conv1d
-from .causal_conv import causal_conv1d_step as causal_conv1d_step
-from .delta_net import gated_delta_net as gated_delta_net
-from .delta_net import gated_delta_net_step as gated_delta_net_step
+from .causal_conv import causal_conv1d as causal_conv1d, causal_conv1d_step as causal_conv1d_step
+from .delta_net import gated_delta_net as gated_delta_net, gated_delta_net_step as gated_delta_net_step
 from .delta_rule import (
     Residuals as Residuals,
     check_inputs as check_inputs,

@@ -143,41 +143,55 @@ def per_head(t: Float[Array, "... r i j"], x: Float[Array, "... j r v"], precisi
     return jnp.swapaxes(matmul(t, jnp.swapaxes(x, -3, -2), precision), -3, -2)
 
 
-def decays(g: Float[Array, "n B h r C"], boundary: Bool[Array, "n B 1 1 C"] | None) -> Decay:
-    """All decays within chunks.
+@jax.custom_jvp
+def sums(g: Float[Array, "*S C"]) -> tuple[Float[Array, "*S C C"], Float[Array, "*S C"], Float[Array, "*S C"]]:
+    """Sums of g over (j, i], over [0, i] and over (i, C), exact enough to be exponents.
 
-    A difference of two prefix sums G_i − G_j would lose what its terms have lost to rounding, which is 1e-4 of Γ beside
-    strong gates. So each g is cut into a multiple of a quantum, coarse enough for its prefix sums to be exact
-    (64 · 104 in steps of 2^-10 fill 24 bits), and a remainder below half a quantum, rounded to a quantum of its own by
-    the same rule (2^-28 for 64 tokens in float32, 4e-9 of a decay). The result is as exact as a sum over (j, i] itself,
-    at the cost of two prefix sums, and, since both are exact, independent of other segments' tokens to the last bit.
+    A difference of two prefix sums would lose what its terms have lost to rounding, which is 1e-4 of Γ beside strong gates.
+    So each g is cut into a multiple of a quantum, coarse enough for its prefix sums to be exact (64 · 104 in steps of
+    2^-10 fill 24 bits), and a remainder below half a quantum, rounded to a quantum of its own by the same rule (2^-28
+    for 64 tokens in float32, 4e-9 of a decay). The result is as exact as a sum over (j, i] itself, at the cost of two
+    prefix sums, and, since both are exact, independent of other segments' tokens to the last bit.
     """
+    size = g.shape[-1]
+    quantum = 2.0 ** (max(size, 16).bit_length() - 17)
+    fine_quantum = quantum * size * 2.0 ** -(jnp.finfo(g.dtype).nmant + 1)
+    coarse = jnp.round(g / quantum) * quantum
+    fine = jnp.round((g - coarse) / fine_quantum) * fine_quantum
+    ones = jnp.triu(jnp.ones((size, size), g.dtype))
+    parts = [jnp.matmul(x, ones, precision="highest") for x in (coarse, fine)]
+    pair = sum(x[..., :, None] - x[..., None, :] for x in parts)
+    return pair, sum(parts), sum(x[..., -1:] - x for x in parts)
+
+
+@sums.defjvp
+def _(primals, tangents):
+    """The sums are linear in g. Their derivative adds up the terms of each sum alone, so that nothing cancels."""
+    (g,), (t,) = primals, tangents
+    ones = jnp.ones((g.shape[-1],) * 2, g.dtype)
+    after = jnp.broadcast_to(jnp.tril(ones, -1), (*t.shape, t.shape[-1]))  # l > j
+    pair = jnp.matmul(jnp.tril(ones), t[..., :, None] * after, precision="highest")
+    start, end = (jnp.matmul(t, x, precision="highest") for x in (jnp.triu(ones), jnp.tril(ones, -1)))
+    return sums(g), (pair, start, end)
+
+
+def decays(g: Float[Array, "n B h r C"], boundary: Bool[Array, "n B 1 1 C"] | None) -> Decay:
+    """All decays within chunks. Resets are cut by masks, and their g is left out of the sums."""
     size = g.shape[-1]
     reset = g < RESET
     if boundary is not None:
         reset |= boundary
-    g = jnp.where(reset, 0, g)
-    quantum = 2.0 ** (max(size, 16).bit_length() - 17)
-    coarse = jax.lax.stop_gradient(jnp.round(g / quantum) * quantum)
-    fine_quantum = quantum * size * 2.0 ** -(jnp.finfo(g.dtype).nmant + 1)
-    rest = g - coarse
-    fine = rest + jax.lax.stop_gradient(jnp.round(rest / fine_quantum) * fine_quantum - rest)
-    ones = jnp.triu(jnp.ones((size, size), g.dtype))
-
-    def prefix(x):
-        return jnp.matmul(x, ones, precision="highest")
-
-    segment = prefix(reset.astype(g.dtype))
-    sums = prefix(coarse), prefix(fine)
+    pair, start, end = sums(jnp.where(reset, 0, g))
+    segment = jnp.matmul(reset.astype(g.dtype), jnp.triu(jnp.ones((size, size), g.dtype)), precision="highest")
     same = segment[..., :, None] == segment[..., None, :]
     same &= jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool), -1), same.shape)
 
     def masked_exp(mask, exponent):
         return jnp.where(mask, jnp.exp(jnp.where(mask, exponent, 0)), 0)
 
-    pair = masked_exp(same, sum(s[..., :, None] - s[..., None, :] for s in sums))
-    start = masked_exp(segment == 0, sums[0] + sums[1])
-    end = masked_exp(segment == segment[..., -1:], sum(s[..., -1:] - s for s in sums))
+    pair = masked_exp(same, pair)
+    start = masked_exp(segment == 0, start)
+    end = masked_exp(segment == segment[..., -1:], end)
     return Decay(pair, jnp.swapaxes(start, -1, -2), jnp.swapaxes(end, -1, -2), start[..., -1], reset)
 
 

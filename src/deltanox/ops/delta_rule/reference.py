@@ -105,8 +105,7 @@ def reference(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_
     if jax.config.read("jax_enable_x64"):
         return wide(q, k, v, g, beta, initial_state)
 
-    @jax.custom_vjp
-    def op(*floats):
+    def forward(*floats):
         with jax.enable_x64(True):
             return wide(*floats)
 
@@ -115,5 +114,6 @@ def reference(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_
         with jax.enable_x64(True):
             return jax.vjp(wide, *floats)[1](cotangents)
 
-    op.defvjp(lambda *floats: (op(*floats), floats), backward)
+    op = jax.custom_vjp(forward)
+    op.defvjp(lambda *floats: (forward(*floats), floats), backward)
     return op(q, k, v, g, beta, initial_state)
