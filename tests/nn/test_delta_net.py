@@ -15,7 +15,8 @@ from deltanox.ops import Residuals
 from deltanox.precision import Precision
 from helpers import rel
 
-EPS = 1e-2  # of the norm, in the comparison with float64: a head whose q and k are almost orthogonal puts out rounding errors, magnified
+# Of the norm: where q and k of a head are almost orthogonal its output is small, and a smaller one magnifies its rounding.
+EPS = 1e-2
 SIZES = dict(num_key_heads=2, num_value_heads=6, key_head_size=3, value_head_size=5)
 ARRAYS = {
     "in_proj_qkv": lambda m: m.in_proj_qkv.weight, "in_proj_z": lambda m: m.in_proj_z.weight, "in_proj_b": lambda m: m.in_proj_b.weight,
@@ -31,7 +32,7 @@ def draw(getkey, *shape):
 
 def make(getkey, embed_size=7, *, decay=None, **options):
     """A layer whose weights are large enough to matter, drawn by numpy."""
-    layer = GatedDeltaNet(embed_size, **(SIZES | options), key=getkey())
+    layer = GatedDeltaNet(embed_size, **(SIZES | dict(eps=EPS) | options), key=getkey())
     for name, where in ARRAYS.items():
         old = where(layer)
         if name not in ("A_log", "dt_bias"):
@@ -104,7 +105,7 @@ def packing(T, packed):
 def test_values_and_gradients(getkey, packed, gate):
     """Rows 51 and 57: dk ≠ dv, T ≠ H; both states' and every parameter's gradient."""
     T = 13
-    layer = make(getkey, gate=gate, eps=EPS)
+    layer = make(getkey, gate=gate)
     x, past, state = draw(getkey, T, 7), draw(getkey, 3, 42), draw(getkey, 6, 3, 5)
     cotangents = draw(getkey, T, 7), draw(getkey, 3, 42), draw(getkey, 6, 3, 5)
     options = packing(T, packed)
@@ -258,8 +259,9 @@ def test_row_5_right_padded_caches(getkey):
     _, alone = run(layer, x[0, :5])
     assert np.array_equal(state.conv[0], alone.conv) and rel(state.recurrent[0], alone.recurrent) < 1e-6
     y, _ = batched(layer, after, state)
-    assert rel(y[0], run(layer, after[0], alone)[0]) < 1e-6
-    assert rel(y[1], run(layer, after[1], run(layer, x[1])[1])[0]) < 1e-6
+    # a batch and a row round their products differently
+    assert rel(y[0], run(layer, after[0], alone)[0]) < 3e-6
+    assert rel(y[1], run(layer, after[1], run(layer, x[1])[1])[0]) < 3e-6
 
 
 def test_row_7_packed_documents(getkey):

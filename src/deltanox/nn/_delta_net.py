@@ -179,7 +179,7 @@ class GatedDeltaNet(eqx.Module):
             x = jnp.where(mask[:, None], x, 0)
         qkv, z, b, a = (apply_linear(p, x) for p in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
         weights = (self.A_log, self.dt_bias, self.conv.weight, self.conv.bias)
-        options = dict(
+        options: dict[str, Any] = dict(
             num_key_heads=self.num_key_heads, key_head_size=self.key_head_size, activation=self.conv.activation,
             strict_hf_rounding=self.strict_hf_rounding,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The public op: shapes, packing and dispatch. The definition is in `reference.py`, the fast pass in `vjp.py`."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -68,7 +68,7 @@ def causal_conv1d(
     lead, (length, channels), past = x.shape[:-2], x.shape[-2:], weight.shape[1] - 1
     accumulate = accumulator(x.dtype)
 
-    def flat(a, axes):
+    def flat(a: Any, axes: int) -> Any:
         # not -1: a state of width 1 has no elements to count
         return None if a is None else a.reshape(math.prod(lead), *a.shape[a.ndim - axes :])
 
@@ -81,7 +81,7 @@ def causal_conv1d(
         y, state = reference(x, weight, bias, start, boundary, mask, activation)
     else:
         engine = chunked if implementation == "chunked" else xla
-        y = engine(x, weight, bias, initial_state, boundary, mask, activation)
+        y: Any = engine(x, weight, bias, initial_state, boundary, mask, activation)
         state = final_state(x, initial_state, boundary, mask, past)
     return y.reshape(*lead, length, channels), state.reshape(*lead, past, channels)
 
@@ -109,7 +109,7 @@ def causal_conv1d_step(
     window = jnp.concatenate([initial_state, x[..., None, :]], axis=-2)
     expand = (None,) * (x.ndim - 1)
     taps = weight.astype(accumulate).T[:, *expand]
-    total = sum(window[..., w, :].astype(accumulate) * taps[w] for w in range(past + 1))
+    total: Any = sum(window[..., w, :].astype(accumulate) * taps[w] for w in range(past + 1))
     if bias is not None:
         total = total + bias.astype(accumulate)[expand]
     return activate(total, activation).astype(x.dtype), window[..., 1:, :]

@@ -58,8 +58,9 @@ def reference(x, weight, bias, initial_state, boundary, mask, activation):
     """
 
     def wide(x, weight, bias, initial_state):
-        floats = [None if a is None else a.astype(jnp.float64) for a in (x, weight, bias, initial_state)]
-        y, state = recurrence(*floats, boundary, mask, activation)
+        bias = None if bias is None else bias.astype(jnp.float64)
+        inputs, taps, before = (a.astype(jnp.float64) for a in (x, weight, initial_state))
+        y, state = recurrence(inputs, taps, bias, before, boundary, mask, activation)
         return y.astype(x.dtype), state.astype(x.dtype)
 
     if jax.config.read("jax_enable_x64"):

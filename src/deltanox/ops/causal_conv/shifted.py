@@ -5,6 +5,8 @@ every platform. XLA's own convolution is an order of magnitude slower on a CPU (
 [1, 2048, 6144] and W = 4, two cores).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -62,7 +64,8 @@ def row(weight: Float[Array, "C W"], back: int) -> Float[Array, "1 1 C"]:
 def preactivation(x, weight, bias, past, since) -> Float[Array, "B T C"]:
     """Σ_w weight[:, w] x_{t−W+1+w} + bias, in the weight's dtype, oldest tap first."""
     width = weight.shape[1]
-    total = sum(tap(x, past, since, back).astype(weight.dtype) * row(weight, back) for back in reversed(range(width)))
+    backs = reversed(range(width))
+    total: Any = sum(tap(x, past, since, back).astype(weight.dtype) * row(weight, back) for back in backs)
     return total if bias is None else total + bias[None, None]
 
 
@@ -106,7 +109,8 @@ def final_state(
         state = jnp.concatenate([older[:, min(length, size) :], kept], axis=1)
         if boundary is None:
             return state
-        return jnp.where((since_boundary(boundary)[:, -1:] >= back - 1)[..., None], state, 0)
+        since: Any = since_boundary(boundary)
+        return jnp.where((since[:, -1:] >= back - 1)[..., None], state, 0)
     rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
     order = rank[:, -1:] - back  # [B P]: which real token, counted from 0; negative reaches into the past
     # each place's token: the first whose rank is order + 1

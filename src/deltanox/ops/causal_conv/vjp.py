@@ -10,6 +10,7 @@ column reductions, this one 100 ms. Rows are added in groups of eight, all taps 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,9 @@ def backward(activation, saved, dy):
 
         d = once(through_silu, weight) if activation == "silu" else dy.astype(accumulate)
         length = d.shape[1]
-        dx, dpast, products = 0, 0, []
+        dx: Any = 0
+        dpast: Any = 0
+        products = []
         for back in reversed(range(width)):
             products.append(d * tap(x, past, since, back).astype(accumulate))
             # each token's cotangent goes `back` tokens to the left, and over the edge into the past
