@@ -24,6 +24,7 @@ Each sum has its own terms only: none is the difference of two larger ones, whic
 gates. At a reset all terms vanish.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -70,6 +71,11 @@ def reverse(group: Group, t_t, new_bar, state_add, state_bar, *, precision):
     d = group.decay
     xs = (group.kq, group.kq_t, group.beta, d.start, d.end, d.whole, t_t, new_bar, state_add)
     return jax.lax.scan(chunk, state_bar, xs, reverse=True)
+
+
+def over_heads(x: Float[Array, "... r C C"]) -> Float[Array, "... C C"]:
+    """The sum over the value heads of a key head, as additions: XLA's CPU code for a sum over a middle axis is slow."""
+    return functools.reduce(jnp.add, (x[..., i, :, :] for i in range(x.shape[-3])))
 
 
 def decay_gradient(pairs, start_bar, end_bar, whole_bar):
@@ -121,9 +127,9 @@ def backward(
     m_bar, a_bar = -products[..., :size, :], products[..., size:, :]
     rate = jnp.swapaxes(beta, -1, -2)[..., None]
     m_bar_pair = m_bar * decay.pair
-    gram_bar = jnp.sum(rate * m_bar_pair, axis=-3)
+    gram_bar = over_heads(rate * m_bar_pair)
     lower = decay.pair + jnp.broadcast_to(jnp.eye(size, dtype=beta.dtype), decay.pair.shape)
-    query_bar = jnp.sum(a_bar * lower, axis=-3)
+    query_bar = over_heads(a_bar * lower)
     m_bar_m = m_bar_pair * group.gram[..., None, :, :]  # dM M / β
 
     wide = merge_heads(jnp.concatenate([met_bar, read_bar], axis=-3))
