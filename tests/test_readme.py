@@ -17,7 +17,11 @@ def test_python_blocks_run():
     assert len(blocks) >= 2
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

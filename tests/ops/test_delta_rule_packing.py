@@ -60,7 +60,9 @@ def test_documents_never_meet(implementation):
         state = arrays[5] if i == 0 else jnp.zeros_like(arrays[5])
         last = i == len(lengths) - 1
         want = run(
-            (*part, state), (weights[0][:, start : start + length], weights[1] * float(last)), implementation="reference"
+            (*part, state),
+            (weights[0][:, start : start + length], weights[1] * float(last)),
+            implementation="reference",
         )
         for x, y in zip(got[:1] + got[2:7], want[:1] + want[2:7]):
             assert rel(x[:, start : start + length], y) < 1e-6

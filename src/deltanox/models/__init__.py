@@ -1,9 +1,5 @@
 """Language models: the hybrid block, what it is repeated into, and the families."""
 
-from ._block import HybridBlock as HybridBlock
-from ._block import HybridPeriod as HybridPeriod
-from ._block import HybridState as HybridState
+from ._block import HybridBlock as HybridBlock, HybridPeriod as HybridPeriod, HybridState as HybridState
 from ._lm import HybridLM as HybridLM
-from ._qwen3_5 import QWEN3_5_SIZES as QWEN3_5_SIZES
-from ._qwen3_5 import Qwen3_5Config as Qwen3_5Config
-from ._qwen3_5 import qwen3_5 as qwen3_5
+from ._qwen3_5 import QWEN3_5_SIZES as QWEN3_5_SIZES, Qwen3_5Config as Qwen3_5Config, qwen3_5 as qwen3_5

@@ -15,8 +15,8 @@ def once_differentiable(implementation: str, remedy: str) -> Callable:
         @guarded.defjvp
         def second(primals, tangents):
             raise NotImplementedError(
-                f"implementation='{implementation}' has a hand-derived backward pass, which has no derivative of its own: for a second "
-                f"derivative, {remedy}"
+                f"implementation='{implementation}' has a hand-derived backward pass, which has no derivative of its "
+                f"own: for a second derivative, {remedy}"
             )
 
         return guarded

@@ -33,7 +33,8 @@ def require_array(op: str, name: str, x: Any, axes: str, *, kind: str = "floatin
     exact = least == len(letters)
     require(
         hasattr(x, "shape") and hasattr(x, "dtype"),
-        f"{op}: `{name}` must be an array [{', '.join(letters)}], but it is a {type(x).__name__}: wrap it in jnp.asarray",
+        f"{op}: `{name}` must be an array [{', '.join(letters)}], "
+        f"but it is a {type(x).__name__}: wrap it in jnp.asarray",
     )
     wanted = {"floating": jnp.floating, "integer": jnp.integer, "bool": jnp.bool_}[kind]
     remedy = {

@@ -102,7 +102,7 @@ def gated_delta_net(
     segment_ids: SegmentIds | None = None,
     mask: Mask | None = None,
     activation: Literal["silu"] | None = "silu",
-    scale: float | None = None,
+    scale: float | int | None = None,
     l2norm_eps: float = 1e-6,
     chunk_size: int = 64,
     implementation: Implementation = "auto",
@@ -194,7 +194,7 @@ def gated_delta_net_step(
     conv_state: Float[Array, "*B _ C"] | None = None,
     initial_state: State | None = None,
     activation: Literal["silu"] | None = "silu",
-    scale: float | None = None,
+    scale: float | int | None = None,
     l2norm_eps: float = 1e-6,
     strict_hf_rounding: bool = False,
 ) -> tuple[Float[Array, "*B HV"], Float[Array, "*B _ C"], State]:

@@ -155,7 +155,7 @@ def backward(
     g_bar = jnp.swapaxes(jnp.where(decay.reset, 0, g_bar), -1, -2)
 
     bars = tuple(tokens_first(x) for x in (q_bar, k_bar, v_bar, g_bar, beta_bar))
-    bars = tuple(x.reshape(like.shape).astype(like.dtype) for x, like in zip(bars, tokens))
+    bars = tuple(x.reshape(like.shape).astype(like.dtype) for x, like in zip(bars, tokens[:5]))
     if tokens.mask is not None:
         bars = tuple(jnp.where(tokens.mask.reshape(*tokens.mask.shape, *[1] * (x.ndim - 3)), x, 0) for x in bars)
     return state_bar, bars

@@ -147,11 +147,11 @@ def per_head(t: Float[Array, "... r i j"], x: Float[Array, "... j r v"], precisi
 def sums(g: Float[Array, "*S C"]) -> tuple[Float[Array, "*S C C"], Float[Array, "*S C"], Float[Array, "*S C"]]:
     """Sums of g over (j, i], over [0, i] and over (i, C), exact enough to be exponents.
 
-    A difference of two prefix sums would lose what its terms have lost to rounding, which is 1e-4 of Γ beside strong gates.
-    So each g is cut into a multiple of a quantum, coarse enough for its prefix sums to be exact (64 · 104 in steps of
-    2^-10 fill 24 bits), and a remainder below half a quantum, rounded to a quantum of its own by the same rule (2^-28
-    for 64 tokens in float32, 4e-9 of a decay). The result is as exact as a sum over (j, i] itself, at the cost of two
-    prefix sums, and, since both are exact, independent of other segments' tokens to the last bit.
+    A difference of two prefix sums would lose what its terms have lost to rounding, which is 1e-4 of Γ beside strong
+    gates. So each g is cut into a multiple of a quantum, coarse enough for its prefix sums to be exact (64 · 104 in
+    steps of 2^-10 fill 24 bits), and a remainder below half a quantum, rounded to a quantum of its own by the same rule
+    (2^-28 for 64 tokens in float32, 4e-9 of a decay). The result is as exact as a sum over (j, i] itself, at the cost
+    of two prefix sums, and, since both are exact, independent of other segments' tokens to the last bit.
     """
     size = g.shape[-1]
     quantum = 2.0 ** (max(size, 16).bit_length() - 17)
@@ -159,9 +159,12 @@ def sums(g: Float[Array, "*S C"]) -> tuple[Float[Array, "*S C C"], Float[Array, 
     coarse = jnp.round(g / quantum) * quantum
     fine = jnp.round((g - coarse) / fine_quantum) * fine_quantum
     ones = jnp.triu(jnp.ones((size, size), g.dtype))
-    parts = [jnp.matmul(x, ones, precision="highest") for x in (coarse, fine)]
-    pair = sum(x[..., :, None] - x[..., None, :] for x in parts)
-    return pair, sum(parts), sum(x[..., -1:] - x for x in parts)
+    coarse, fine = (jnp.matmul(x, ones, precision="highest") for x in (coarse, fine))
+
+    def add(f):
+        return f(coarse) + f(fine)
+
+    return add(lambda x: x[..., :, None] - x[..., None, :]), add(lambda x: x), add(lambda x: x[..., -1:] - x)
 
 
 @sums.defjvp
@@ -271,7 +274,8 @@ def gather(tokens: Tokens, options: Options) -> Group:
     k, q = heads_first(k).astype(dtype), heads_first(q).astype(dtype)
     norms = None
     if l2norm_eps is not None:
-        norms = tuple(jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + l2norm_eps) for x in (k, q))
+        inverse_norm = lambda x: jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + l2norm_eps)  # noqa: E731
+        norms = (inverse_norm(k), inverse_norm(q))
         k, q = k * norms[0], q * norms[1]
     kq = jnp.concatenate([k, q * scale], axis=-2)
     size = k.shape[-2]

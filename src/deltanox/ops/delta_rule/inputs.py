@@ -16,7 +16,10 @@ PRECISIONS = ("default", "high", "highest")
 
 def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mask=None, *, axis_t: str = "T ") -> None:
     """Raise ValueError unless shapes and dtypes fit together. `axis_t` is "" for one token."""
-    received = f"received {shapes(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, segment_ids=segment_ids, mask=mask)}"
+    given = shapes(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, segment_ids=segment_ids, mask=mask
+    )  # fmt: skip
+    received = f"received {given}"
     for name, x, axes in (("q", q, "h K"), ("k", k, "h K"), ("v", v, "H V"), ("beta", beta, "H")):
         require_array(op, name, x, f"*B {axis_t}{axes}")
     if g is not None:
@@ -25,7 +28,8 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
     heads_axes = f"[{', '.join([*letters, 'H'])}]"
     require(
         q.shape == k.shape,
-        f"{op}: `q` and `k` must have one shape [{', '.join([*letters, 'h', 'K'])}]; {received}: both belong to the h key heads",
+        f"{op}: `q` and `k` must have one shape [{', '.join([*letters, 'h', 'K'])}]; {received}: "
+        "both belong to the h key heads",
     )
     require(
         q.dtype == k.dtype == v.dtype,
@@ -34,7 +38,8 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
     lead = q.shape[:-2]
     require(
         v.shape[:-2] == lead,
-        f"{op}: `v` must share the axes [{', '.join(letters)}] of `q`, {list(lead)}, but it has {list(v.shape[:-2])}; {received}: "
+        f"{op}: `v` must share the axes [{', '.join(letters)}] of `q`, {list(lead)}, but it has {list(v.shape[:-2])}; "
+        f"{received}: "
         f"the order is [{', '.join([*letters, 'H', 'V'])}], tokens before heads",
     )
     for name, x in (("g", g), ("beta", beta)):
@@ -50,7 +55,8 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
         require(size >= 1, f"{op}: the axis {letter} must not be empty; {received}")
     require(
         sizes["H"] % sizes["h"] == 0,
-        f"{op}: the value heads H = {sizes['H']} must be a multiple of the key heads h = {sizes['h']}; {received}: value head i reads "
+        f"{op}: the value heads H = {sizes['H']} must be a multiple of the key heads h = {sizes['h']}; {received}: "
+        "value head i reads "
         f"key head i // (H / h)",
     )
     batch = lead[:-1] if axis_t else lead
@@ -59,7 +65,8 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
         wanted = (*batch, sizes["H"], sizes["K"], sizes["V"])
         require(
             initial_state.shape == wanted,
-            f"{op}: `initial_state` must be [*B, H, K, V] = {list(wanted)}, but it is {describe(initial_state)}; {received}: keys come "
+            f"{op}: `initial_state` must be [*B, H, K, V] = {list(wanted)}, but it is {describe(initial_state)}; "
+            f"{received}: keys come "
             f"before values, one state a batch row and value head",
         )
     for name, x, kind in (("segment_ids", segment_ids, "integer"), ("mask", mask, "bool")):
@@ -67,7 +74,8 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
             require_array(op, name, x, "*B T", kind=kind)
             require(
                 x.shape == lead,
-                f"{op}: `{name}` must be [*B, T] = {list(lead)}, but it is {describe(x)}; {received}: one value a token, the same for "
+                f"{op}: `{name}` must be [*B, T] = {list(lead)}, but it is {describe(x)}; {received}: "
+                "one value a token, the same for "
                 f"all heads",
             )
 
@@ -125,13 +133,13 @@ def check_inputs(
     op = "check_inputs"
     arguments = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, segment_ids=segment_ids, mask=mask)
     for name, x in arguments.items():
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"{op}: `{name}` is traced and has no values: call check_inputs outside jit, grad and vmap")
     check_shapes(op, q, k, v, g, beta, initial_state, segment_ids, mask)
     real = np.ones(q.shape[:-2], bool) if mask is None else np.asarray(mask)
 
-    def forbid(name: str, bad: np.ndarray, must: str, remedy: str) -> None:
-        if bad.any():
+    def forbid(name: str, bad, must: str, remedy: str) -> None:
+        if np.any(bad):
             index = [int(i) for i in np.argwhere(bad)[0]]
             raise ValueError(f"{op}: `{name}` must {must}, but it does not, first at index {index}: {remedy}")
 

@@ -26,7 +26,7 @@ def gated_delta_rule(
     initial_state: State | None = None,
     segment_ids: SegmentIds | None = None,
     mask: Mask | None = None,
-    scale: float | None = None,
+    scale: float | int | None = None,
     use_qk_l2norm: bool = False,
     l2norm_eps: float = 1e-6,
     chunk_size: int = 64,
@@ -109,14 +109,14 @@ def gated_delta_rule(
         flat(initial_state.astype(accumulate), 3),
         *(flat(x, 1) for x in (boundaries(segment_ids, mask), mask)),
     )
-    scale = key_size**-0.5 if scale is None else scale
+    factor = key_size**-0.5 if scale is None else float(scale)
     eps = l2norm_eps if use_qk_l2norm else None
     if precision is None:
         precision = "highest" if v.dtype in (jnp.float32, jnp.float64) else "default"
     if implementation == "reference":
-        out, state = reference(*arrays, scale=scale, l2norm_eps=eps)
+        out, state = reference(*arrays, scale=factor, l2norm_eps=eps)
     else:
-        options = Options(scale, eps, chunk_size, precision, jnp.dtype(state_dtype), residuals)
+        options = Options(factor, eps, chunk_size, precision, jnp.dtype(state_dtype), residuals)
         out, state = (chunked if implementation == "chunked" else xla)(*arrays, options)
     return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
 
@@ -129,7 +129,7 @@ def gated_delta_step(
     beta: Float[Array, "*B H"],
     *,
     initial_state: State | None = None,
-    scale: float | None = None,
+    scale: float | int | None = None,
     use_qk_l2norm: bool = False,
     l2norm_eps: float = 1e-6,
 ) -> tuple[Float[Array, "*B H V"], State]:
@@ -148,5 +148,5 @@ def gated_delta_step(
     wide = [x.reshape(-1, *x.shape[len(lead) :]).astype(accumulate) for x in (initial_state, q, k, v, g, beta)]
     if use_qk_l2norm:
         wide[1:3] = (l2norm(x, l2norm_eps) for x in wide[1:3])
-    state, out = step(*wide, key_size**-0.5 if scale is None else scale)
+    state, out = step(*wide, key_size**-0.5 if scale is None else float(scale))
     return out.astype(v.dtype).reshape(v.shape), state.reshape(initial_state.shape)

@@ -28,7 +28,8 @@ class Residuals:
     def __post_init__(self):
         if not isinstance(self.states_every, int) or isinstance(self.states_every, bool) or self.states_every < 1:
             raise ValueError(
-                f"Residuals: `states_every` must be an integer of at least 1 (a state is kept before every n-th chunk), "
+                f"Residuals: `states_every` must be an integer of at least 1 (a state is kept before every n-th "
+                f"chunk), "
                 f"but it is {self.states_every!r}"
             )
         for name in ("t_inv", "out"):

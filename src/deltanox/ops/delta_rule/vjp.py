@@ -34,7 +34,7 @@ def _run(options: Options, tokens: Tokens, initial_state, *, keep: bool):
 
     state, (out, kept) = jax.lax.scan(group, carried(initial_state, tokens.k.shape[2]), split(tokens, p))
     out = join(out, p)
-    saved = Saved(*kept, out if options.residuals.out == "save" else None) if keep else None
+    saved = None if kept is None else Saved(*kept, out if options.residuals.out == "save" else None)
     return out, returned(state), saved
 
 
