@@ -208,18 +208,18 @@ def check_call(call):
         )
         for i, (x, y) in enumerate(zip(got, want)):
             # a handful of numbers may lie where rounding is relatively large: measured against 1 where they are small
-            error = np.linalg.norm(np.float64(x) - np.float64(y)) / max(np.linalg.norm(np.float64(y)), 0.1)
+            error = np.linalg.norm(np.float64(x) - np.float64(y)) / max(np.linalg.norm(np.float64(y)), 1.0)
             assert error <= 2 * TOLERANCE[dtype]["gradient"], f"{implementation}, result {i}: {error:.1e}"
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_random_calls(call):
     check_call(call)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_many_random_calls(call):
     check_call(call)
