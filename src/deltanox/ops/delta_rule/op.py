@@ -74,11 +74,12 @@ def gated_delta_rule(
     |---|---|---|
     | "xla" | chunks, with the hand-derived backward; states kept every n chunks | reverse mode, once |
     | "chunked" | the same forward, differentiated by JAX | forward and reverse mode, any number of times |
-    | "reference" | the recurrence above, token by token, in float64 | forward and reverse mode, any number of times |
+    | "reference" | the recurrence above, token by token, in float64 | with JAX's x64 on: all; off: reverse mode, once |
     | "pallas" | TPU kernels | not built yet |
 
     Raises: ValueError with the argument, the shapes received and the remedy, for all that shapes and dtypes can tell;
-        `check_inputs` looks at values. NotImplementedError at a second derivative of "xla", and for "pallas".
+        `check_inputs` looks at values. NotImplementedError at a second derivative of "xla" (and of "reference" with
+        x64 off), and for "pallas".
 
     Source: Yang, Kautz, Hatamizadeh, arXiv:2412.06464; as in Qwen3-Next and Qwen3.5.
     """
