@@ -270,7 +270,7 @@ def test_bfloat16_activations_float32_logits_and_states(getkey, model):
     delta, cache = state.blocks
     assert cache.key.dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves(delta)} == {jnp.dtype("bfloat16"), jnp.dtype("float32")}
-    assert rel(logits, run(model, tokens)[0]) < 0.05  # four layers of bfloat16, on weights that are far from small
+    assert rel(logits, run(model, tokens)[0]) < 0.1  # four layers of bfloat16, on weights that are far from small
 
 
 def test_routers_are_summed_over_layers_and_real_tokens(getkey, sparse):

@@ -52,6 +52,17 @@ def test_gated_norm_in_closed_form():
     assert np.all(np.asarray(norm(x, jnp.zeros(2))) == 0)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_backward_pass_keeps_the_inputs_alone(gated):
+    x = jnp.ones((7, 12), jnp.bfloat16)
+    arguments = (x, x + 1) if gated else (x,)
+    norm = GatedRMSNorm(12) if gated else RMSNorm(12)
+    leaves = jax.tree.leaves(jax.vjp(lambda *a: norm(*a), *arguments)[1])
+    assert sorted((leaf.shape, str(leaf.dtype)) for leaf in leaves if leaf.size > 12) == [((7, 12), "bfloat16")] * len(
+        arguments
+    )
+
+
 def test_scale_of_epsilon(getkey):
     """Small rows: ε is inside the root and added to the mean square. One row of zeros stays zero, with a finite
     gradient."""

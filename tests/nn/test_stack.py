@@ -83,9 +83,10 @@ def test_equals_a_python_loop(getkey, stack, given):
         assert rel(got, want) < 1e-6
 
 
+@pytest.mark.parametrize("unroll", [1, 3, 4])
 @pytest.mark.parametrize("remat", [False, True, jax.checkpoint_policies.dots_saveable])
-def test_gradients_equal_a_python_loop(getkey, remat):
-    stack = Stack(lambda key: Layer(5, key=key), 4, remat=remat, key=getkey())
+def test_gradients_equal_a_python_loop(getkey, remat, unroll):
+    stack = Stack(lambda key: Layer(5, key=key), 4, remat=remat, unroll=unroll, key=getkey())
     x, states, weights = (jax.random.normal(getkey(), shape) for shape in ((7, 5), (4, 5), (7, 5)))
 
     def loss(run):
@@ -165,5 +166,7 @@ def test_remat_saves_memory(getkey):
 def test_refuses_wrong_depths_and_states(getkey, stack):
     with pytest.raises(ValueError, match="`depth` must be at least 1, but it is 0"):
         Stack(lambda key: Layer(5, key=key), 0, key=getkey())
+    with pytest.raises(ValueError, match="`unroll` must be at least 1, but it is 0"):
+        Stack(lambda key: Layer(5, key=key), 4, unroll=0, key=getkey())
     with pytest.raises(ValueError, match=r"axis of depth = 4, but one has the shape \(3, 5\).*init_state"):
         stack(jnp.ones((7, 5)), jnp.ones((3, 5)))

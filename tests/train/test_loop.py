@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,6 +255,28 @@ def test_nan_stops_the_run_and_leaves_the_last_good_checkpoint(tmp_path, text, w
     assert all(np.isfinite(x).all() for x in safetensors.numpy.load(data).values())
 
 
+def test_several_steps_a_call(tmp_path, text):
+    """Calls stop at checkpoints and validations, the log has every step, and a resumption is bit-equal."""
+    from deltanox.train import _loop
+
+    values = dict(steps_per_call=5, validate_every=12, validation_batches=1)
+    single, _ = run(tiny_config(tmp_path / "single"), text)
+    several, _ = run(tiny_config(tmp_path / "several", **values), text)
+    config = tiny_config(tmp_path / "several", **values)
+    counts, step = [], 0
+    while step < config.train.steps:
+        counts.append(_loop._count(config, step))
+        step += counts[-1]
+    assert counts == [5, 3, 4, 4, 5, 3]
+    a, b = (steps(tmp_path / name) for name in ("single", "several"))
+    assert [r["step"] for r in b] == list(range(1, 25))
+    assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-4)
+    shutil.rmtree(tmp_path / "several" / "checkpoints" / "step_00000024")
+    resumed, _ = run(config, text, resume=tmp_path / "several")
+    assert [r["loss"] for r in steps(tmp_path / "several")] == [r["loss"] for r in b]
+    assert resumed.validation == several.validation
+
+
 def test_the_device_is_not_waited_for_at_each_step(tmp_path, text, monkeypatch):
     """When a step is dispatched, the metrics of the two before it have not been asked for yet."""
     from deltanox.train import _loop
@@ -261,9 +284,9 @@ def test_the_device_is_not_waited_for_at_each_step(tmp_path, text, monkeypatch):
     events = []
     push, read = _loop._Report.push, _loop._Report._read
 
-    def pushed(self, step, metrics):
+    def pushed(self, step, count, metrics):
         events.append(("dispatched", step))
-        push(self, step, metrics)
+        push(self, step, count, metrics)
 
     def reading(self):
         events.append(("read", self.pending[0][0]))

@@ -22,6 +22,7 @@ from deltanox.train import (
     make_optimiser,
     make_step,
     next_token_loss,
+    repeat_step,
     validation_batches,
 )
 from helpers import rel
@@ -189,6 +190,28 @@ def test_step_against_the_formula(parts, getkey):
     assert int(new.step) == 1
     for got, want in zip(jax.tree.leaves(new.parameters), jax.tree.leaves(wanted)):
         assert rel(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_repeated_steps_equal_single_ones(most, getkey):
+    """`count` of up to `most` steps in one call are that many calls; batches behind them are not looked at."""
+    model = TinyModel(TinyConfig(), key=getkey())
+    config = OptimiserConfig(learning_rate=0.1, warmup_steps=1)
+    batches = [jax.tree.map(lambda x: x[None], batch_of([40 - i, 30, 20 + i], 16, 6)) for i in range(4)]
+    state, static, optimiser = init_state(model, lambda p: make_optimiser(config, 10, p), key=getkey())
+    step = make_step(static, optimiser, learning_rate_schedule(config, 10), Precision())
+    repeated = jax.jit(repeat_step(step, most))
+    for count in {1, max(most - 1, 1), most}:
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches[:count], *[batches[0]] * (most - count))
+        got, metrics = repeated(state, stacked, count)
+        want, losses = state, []
+        for batch in batches[:count]:
+            want, one = jax.jit(step)(want, batch)
+            losses.append(float(one.loss))
+        assert int(got.step) == count
+        assert metrics.loss.shape == (most,) and rel(metrics.loss[:count], losses) < 1e-6
+        for a, b in zip(jax.tree.leaves(got.parameters), jax.tree.leaves(want.parameters)):
+            assert rel(a, b) < 1e-5
 
 
 def test_master_parameters_stay_float32_under_bfloat16_compute(getkey):

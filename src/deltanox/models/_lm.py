@@ -51,6 +51,7 @@ class HybridLM(eqx.Module):
         eps: float = 1e-6,
         tied_head: bool,
         remat: bool | Callable[..., Any] = False,
+        unroll: int = 1,
         dtype: DTypeLike,
         key: PRNGKeyArray,
     ):
@@ -62,6 +63,7 @@ class HybridLM(eqx.Module):
         - `eps`: of the final norm.
         - `tied_head`: use the embedding as head.
         - `remat`: recompute each period in the backward pass (see `Stack`).
+        - `unroll`: periods that one turn of the loop over the depth runs (see `Stack`).
         - `dtype`: of embedding, norm and head; `make_period` chooses its own.
         - `key`: for N(0, 0.02) embedding and head, and for the periods.
 
@@ -73,7 +75,7 @@ class HybridLM(eqx.Module):
         )
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         self.embedding = normal((vocab_size, embed_size), dtype=dtype, key=embedding_key)
-        self.layers = Stack(make_period, num_periods, remat=remat, key=layers_key)
+        self.layers = Stack(make_period, num_periods, remat=remat, unroll=unroll, key=layers_key)
         self.norm = RMSNorm(embed_size, eps=eps, dtype=dtype)
         self.head = None if tied_head else normal((vocab_size, embed_size), dtype=dtype, key=head_key)
 

@@ -170,6 +170,7 @@ def qwen3_5(
     *,
     implementation: Implementation = "auto",
     remat: bool | Callable[..., Any] = False,
+    unroll: int = 1,
     state_dtype: DTypeLike = jnp.float32,
     dtype: DTypeLike = jnp.float32,
     key: PRNGKeyArray,
@@ -181,6 +182,7 @@ def qwen3_5(
     - `config`: the sizes.
     - `implementation`: engine of the delta rule and the convolution (see `deltanox.ops.gated_delta_rule`).
     - `remat`: recompute each period in the backward pass: False, True, or a policy of `jax.checkpoint_policies`.
+    - `unroll`: periods that one turn of the loop over the depth runs: more copy less and compile longer.
     - `state_dtype`: of the recurrence's states between its chunks, for the backward pass (`Precision.state`).
     - `dtype`: of the weights; decay rates and gated norms are float32 whatever it is.
     - `key`: for the weights: N(0, 0.02), decay rates from U(0.01, 16), norms neutral.
@@ -225,7 +227,7 @@ def qwen3_5(
 
     return HybridLM(
         config.vocab_size, config.embed_size, make_period, config.num_periods, eps=config.eps,
-        tied_head=config.tied_head, remat=remat,
+        tied_head=config.tied_head, remat=remat, unroll=unroll,
         dtype=dtype, key=key,
     )  # fmt: skip
 

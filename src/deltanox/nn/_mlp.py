@@ -41,5 +41,5 @@ class SwiGLU(eqx.Module):
             f"SwiGLU: the last axis of `x` must be embed_size = {self.embed_size}, but x is {describe(x)} [..., D]: "
             f"build the layer with embed_size={x.shape[-1] if x.ndim else '...'} or give it features of its own size",
         )
-        hidden = jax.nn.silu(apply_linear(self.gate_proj, x)) * apply_linear(self.up_proj, x)
-        return apply_linear(self.down_proj, hidden)
+        hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
+        return apply_linear(self.down_proj, hidden(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x)))

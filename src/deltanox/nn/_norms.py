@@ -49,11 +49,16 @@ class RMSNorm(eqx.Module):
         **Raises:** `ValueError` if the last axis isn't `size`.
         """
         _check("RMSNorm", self.size, x=x)
-        wide = accumulator(x.dtype)
-        y = x.astype(wide)
-        root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
-        weight = self.weight.astype(wide) + jnp.asarray(1, wide)
-        return (y * root * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
+
+        @jax.checkpoint  # the backward pass keeps x alone: what is between costs less to compute than to read
+        def norm(x, weight):
+            wide = accumulator(x.dtype)
+            y = x.astype(wide)
+            root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
+            weight = weight.astype(wide) + jnp.asarray(1, wide)
+            return (y * root * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
+
+        return norm(x, self.weight)
 
 
 class GatedRMSNorm(eqx.Module):
@@ -98,11 +103,16 @@ class GatedRMSNorm(eqx.Module):
             f"GatedRMSNorm: `x` and `z` must have one shape, but x is {describe(x)} and z is {describe(z)}: "
             "reshape the gate's projection as the output",
         )
-        wide = accumulator(x.dtype)
-        y = x.astype(wide)
-        root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
-        z = z.astype(wide)
-        act = jax.nn.sigmoid(z)
-        if self.gate == "silu":
-            act = z * act
-        return (y * root * self.weight.astype(wide)[(None,) * (x.ndim - 1)] * act).astype(x.dtype)
+
+        @jax.checkpoint  # the backward pass keeps x and z alone
+        def norm(x, z, weight):
+            wide = accumulator(x.dtype)
+            y = x.astype(wide)
+            root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
+            z = z.astype(wide)
+            act = jax.nn.sigmoid(z)
+            if self.gate == "silu":
+                act = z * act
+            return (y * root * weight.astype(wide)[(None,) * (x.ndim - 1)] * act).astype(x.dtype)
+
+        return norm(x, z, self.weight)

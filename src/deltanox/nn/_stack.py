@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ..ops._validate import require
+
 
 class Stack(eqx.Module):
     """`depth` layers of equal structure, one after the other: x ← layer_i(x), i = 0 … depth − 1.
@@ -29,11 +31,14 @@ class Stack(eqx.Module):
     - `remat`: what the backward pass finds saved. False: everything that it needs; True: only what goes from layer to
       layer (the rest is computed again, about a third more time); a policy of `jax.checkpoint_policies`: what it
       allows.
+    - `unroll`: layers that one turn of the loop runs. More than one copy less and compile longer; beside `remat` leave
+      it at 1 on a CPU, where XLA merges what an unrolled loop computes again with the first time.
     """
 
     layers: PyTree
     depth: int = eqx.field(static=True)
     remat: bool | Callable[..., Any] = eqx.field(static=True)
+    unroll: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -41,20 +46,23 @@ class Stack(eqx.Module):
         depth: int,
         *,
         remat: bool | Callable[..., Any] = False,
+        unroll: int = 1,
         key: PRNGKeyArray,
     ):
         """**Arguments:** `make_layer`: a layer from a key, the same structure for every key; `depth`: at least 1;
-        `remat`: see above; `key`: split into one key a layer.
+        `remat`, `unroll`: see above; `key`: split into one key a layer.
 
-        **Raises:** `ValueError` for a depth below 1.
+        **Raises:** `ValueError` for a depth or an unroll below 1.
         """
         if depth < 1:
             raise ValueError(
                 f"Stack: `depth` must be at least 1, but it is {depth}: leave the stack out of a model without layers"
             )
+        require(unroll >= 1, f"Stack: `unroll` must be at least 1, but it is {unroll}: 1 is a loop of {depth} turns")
         self.layers = eqx.filter_vmap(make_layer)(jax.random.split(key, depth))
         self.depth = depth
         self.remat = remat
+        self.unroll = unroll
 
     def __len__(self) -> int:
         return self.depth
@@ -101,8 +109,8 @@ class Stack(eqx.Module):
             return y, (state, stats)
 
         if self.remat:
-            # Inside a scan nothing can be merged across the recomputation, so the barriers against that are left out
+            # Inside a loop nothing can be merged across the recomputation, so the barriers against that are left out
             policy = None if self.remat is True else self.remat
-            body = eqx.filter_checkpoint(body, prevent_cse=False, policy=policy)
-        y, (states, stats) = jax.lax.scan(body, x, (arrays, states))
+            body = eqx.filter_checkpoint(body, prevent_cse=self.unroll > 1, policy=policy)
+        y, (states, stats) = jax.lax.scan(body, x, (arrays, states), unroll=self.unroll)
         return y, states, jax.tree.map(lambda s: jnp.sum(s, axis=0, dtype=s.dtype), stats)

@@ -3,8 +3,9 @@
     deltanox bench train configs/qwen3_5_nano.toml
 
 Each side runs in a process of its own, one after the other: forward, backward, clipping and AdamW in float32 on
-batches of one shape. Ours is the step that `deltanox train` runs, packed documents and their boundaries included; the
-peer, whose packing needs CUDA, gets rows without boundaries. Its AdamW is PyTorch's fused one.
+batches of one shape. Ours is the program that `deltanox train` runs, packed documents and their boundaries included,
+with as many steps a call as the config says; the peer, whose packing needs CUDA, gets rows without boundaries. Its AdamW
+is PyTorch's fused one.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config"
     )
     parser.add_argument(
-        "--steps", type=int, default=10, help="steps that are timed, after two that are not (default: 10)"
+        "--steps", type=int, default=20, help="steps that are timed, after a call or two that are not (default: 20)"
     )
     parser.add_argument(
         "--rounds", type=int, default=1, help="times that both sides run in turn; the best of each counts (default: 1)"
@@ -66,21 +67,24 @@ def _run(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _time(step: Callable[[int], Any], wait: Callable[[Any], Any], steps: int) -> tuple[float, float]:
-    """Seconds until the first step (compilation included) is done, and seconds a step after the second."""
+def _time(call: Callable[[int], Any], wait: Callable[[Any], Any], steps: int, most: int) -> tuple[float, float]:
+    """Seconds until the first step (compilation included) is done, and seconds a step, the first calls left out.
+
+    `call(n)` does n ≤ `most` steps."""
     begin = time.perf_counter()
-    wait(step(0))
+    wait(call(1))
     start = time.perf_counter() - begin
-    wait(step(1))
+    wait(call(most))
     begin = time.perf_counter()
-    for i in range(steps):
-        result = step(2 + i)
+    for left in range(steps, 0, -most):
+        result = call(min(most, left))
     wait(result)
     return start, (time.perf_counter() - begin) / steps
 
 
 def _deltanox(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax
+    import numpy as np
 
     from deltanox.train import (
         DataPosition,
@@ -90,10 +94,11 @@ def _deltanox(arguments: argparse.Namespace) -> dict[str, Any]:
         make_optimiser,
         make_step,
         read_config,
+        repeat_step,
         split_documents,
         standard_library,
     )
-    from deltanox.train._loop import default_model
+    from deltanox.train._loop import _next, default_model
 
     config = read_config(arguments.config, arguments.set)
     rows, length = config.data.batch_size, config.data.row_length
@@ -103,20 +108,19 @@ def _deltanox(arguments: argparse.Namespace) -> dict[str, Any]:
     state, static, optimiser = init_state(
         model, lambda p: make_optimiser(config.optimiser, config.train.steps, p), key=jax.random.key(1)
     )
-    function = jax.jit(
-        make_step(static, optimiser, learning_rate_schedule(config.optimiser, config.train.steps), config.precision),
-        donate_argnums=0,
-    )
+    most = config.train.steps_per_call
+    schedule = learning_rate_schedule(config.optimiser, config.train.steps)
+    function = jax.jit(repeat_step(make_step(static, optimiser, schedule, config.precision), most), donate_argnums=0)
     size = sum(x.size for x in jax.tree.leaves(state.parameters))
     position = DataPosition()
 
-    def step(_):
+    def call(count):
         nonlocal state, position
-        batch, position = data(position)
-        state, metrics = function(state, jax.tree.map(lambda x: x[None], batch))
+        batches, position = _next(data, position, 1, count, most)
+        state, metrics = function(state, batches, np.int32(count))
         return metrics.loss
 
-    start, seconds = _time(step, jax.block_until_ready, arguments.steps)
+    start, seconds = _time(call, jax.block_until_ready, arguments.steps, most)
     versions = f"jax {jax.__version__}"
     return _result(rows, length, seconds, start, size, versions)
 
@@ -183,7 +187,7 @@ def _transformers(arguments: argparse.Namespace) -> dict[str, Any]:
         optimiser.step()
         return loss
 
-    start, seconds = _time(step, lambda loss: loss.item(), arguments.steps)
+    start, seconds = _time(step, lambda loss: loss.item(), arguments.steps, 1)
     size = sum(parameter.numel() for parameter in model.parameters())
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return _result(rows, length, seconds, start, size, versions)

@@ -54,4 +54,5 @@ from deltanox.train._step import (
     init_state as init_state,
     make_evaluation as make_evaluation,
     make_step as make_step,
+    repeat_step as repeat_step,
 )

@@ -29,9 +29,9 @@ from deltanox.train._data import (
 from deltanox.train._log import Log, read_log
 from deltanox.train._optimiser import learning_rate_schedule, make_optimiser
 from deltanox.train._plot import plot_losses
-from deltanox.train._step import Metrics, init_state, make_evaluation, make_step
+from deltanox.train._step import Metrics, init_state, make_evaluation, make_step, repeat_step
 
-# Steps whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the
+# Calls whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the
 # queue, and the batches in it, would grow without limit.
 _LAG = 2
 
@@ -60,6 +60,7 @@ def default_model(config: Config, key: jax.Array) -> Any:
         implementation=config.implementation,
         state_dtype=precision.state,
         dtype=precision.parameter,
+        unroll=config.train.unroll,
         key=key,
     )
 
@@ -164,21 +165,25 @@ def train(
         balance_weight=config.train.balance_weight,
         balance_loss=_balance_loss,
     )
-    batch, _ = _next(data, position, config.train.accumulation)
+    most = config.train.steps_per_call
+    step_function = repeat_step(step_function, most)
+    batches, _ = _next(data, position, config.train.accumulation, 1, most)
     start = time.perf_counter()
-    step_function = jax.jit(step_function, donate_argnums=0).lower(state, batch).compile()
+    step_function = jax.jit(step_function, donate_argnums=0).lower(state, batches, np.int32(1)).compile()
     say(f"compiled the step in {time.perf_counter() - start:.1f} s")
     evaluate = jax.jit(make_evaluation(static, config.precision))
 
     log = Log(directory / "log.jsonl", step=first_step)
     bar = tqdm(total=config.train.steps, initial=first_step, unit="step", disable=not progress, dynamic_ncols=True)
-    report = _Report(log, bar, batch.tokens.size, directory)
+    report = _Report(log, bar, batches.tokens[0].size, directory)
+    step = first_step
     try:
-        for step in range(first_step + 1, config.train.steps + 1):
-            batch, next_position = _next(data, position, config.train.accumulation)
-            state, metrics = step_function(state, batch)
-            position = next_position
-            report.push(step, metrics)
+        while step < config.train.steps:
+            count = _count(config, step)
+            batches, next_position = _next(data, position, config.train.accumulation, count, most)
+            state, metrics = step_function(state, batches, np.int32(count))
+            position, step = next_position, step + count
+            report.push(step, count, metrics)
             last = step == config.train.steps
             every = config.train.checkpoint_every
             if last or (every and step % every == 0):
@@ -219,15 +224,16 @@ class _Report:
 
     def __init__(self, log: Log, bar: tqdm, tokens: int, directory: Path):
         self.log, self.bar, self.tokens, self.directory = log, bar, tokens, directory
-        self.pending: deque[tuple[int, Metrics]] = deque()
+        self.pending: deque[tuple[int, int, Metrics]] = deque()
         self.restart()
 
     def restart(self) -> None:
         """Forget the time: what has passed since the last step was not spent on training."""
         self.time, self.rate = time.perf_counter(), None
 
-    def push(self, step: int, metrics: Metrics) -> None:
-        self.pending.append((step, metrics))
+    def push(self, step: int, count: int, metrics: Metrics) -> None:
+        """The first `count` values of `metrics` belong to the steps up to `step`."""
+        self.pending.append((step, count, metrics))
         while len(self.pending) > _LAG:
             self._read()
 
@@ -236,12 +242,16 @@ class _Report:
             self._read()
 
     def _read(self) -> None:
-        step, metrics = self.pending.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics)._asdict().items()}
+        last, count, metrics = self.pending.popleft()
+        metrics = jax.device_get(metrics)
         now = time.perf_counter()
-        rate = self.tokens / max(now - self.time, 1e-9)
+        rate = count * self.tokens / max(now - self.time, 1e-9)
         self.time = now
         self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
+        for i in range(count):
+            self._write(last - count + 1 + i, {name: float(x[i]) for name, x in metrics._asdict().items()}, rate)
+
+    def _write(self, step: int, values: dict[str, float], rate: float) -> None:
         self.log.write(step=step, **values, tokens_per_second=round(rate, 1))
         self.bar.set_postfix_str(f"{values['bits_per_byte']:.3f} bits/byte, {self.rate:,.0f} tokens/s", refresh=False)
         self.bar.update()
@@ -284,12 +294,20 @@ def _directory(config: Config, name: str) -> Path:
     return next(path for path in (Path("runs", name) for name in names) if free(path))
 
 
-def _next(data: TrainingData, position: DataPosition, parts: int) -> tuple[Batch, DataPosition]:
+def _count(config: Config, step: int) -> int:
+    """Steps of the next call: not beyond the next checkpoint or validation."""
+    every = [every for every in (config.train.checkpoint_every, config.train.validate_every) if every]
+    return min(config.train.steps_per_call, config.train.steps - step, *(e - step % e for e in every))
+
+
+def _next(data: TrainingData, position: DataPosition, parts: int, count: int, most: int) -> tuple[Batch, DataPosition]:
+    """The batches [most parts B T] of the next `count` steps; behind them the last one again, which nobody reads."""
     batches = []
-    for _ in range(parts):
+    for _ in range(count * parts):
         batch, position = data(position)
         batches.append(batch)
-    return jax.tree.map(lambda *x: np.stack(x), *batches), position
+    batches += batches[-parts:] * (most - count)
+    return jax.tree.map(lambda *x: np.stack(x).reshape(most, parts, *x[0].shape), *batches), position
 
 
 def _validation(config: Config, documents: Sequence[Document], limit: int | None = None):

@@ -118,6 +118,38 @@ def make_step(
     return step
 
 
+def repeat_step(
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]], most: int
+) -> Callable[[TrainState, Batch, Int[Array, ""]], tuple[TrainState, Metrics]]:
+    """Up to `most` updates in one function `(state, batches, count) -> (state, metrics)`, to be jitted in step's place.
+
+    The arrays of `batches` are [most A B T], those of `metrics` [most]; only the first `count` are read and written,
+    so that one compiled program serves every count, with the same values. What a step needs besides the state is
+    allocated once a call instead of once a step.
+    """
+    if most == 1:
+
+        def single(state, batches, count):
+            del count
+            state, metrics = step(state, jax.tree.map(lambda x: x[0], batches))
+            return state, jax.tree.map(lambda x: x[None], metrics)
+
+        return single
+
+    def repeated(state, batches, count):
+        def body(i, carry):
+            state, all_metrics = carry
+            state, metrics = step(state, jax.tree.map(lambda x: x[i], batches))
+            return state, jax.tree.map(lambda all_, x: all_.at[i].set(x), all_metrics, metrics)
+
+        first = jax.tree.map(lambda x: x[0], batches)
+        _, shapes = jax.eval_shape(step, state, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, count, body, (state, zeros))
+
+    return repeated
+
+
 def make_evaluation(static: Any, precision: Precision) -> Callable[[Any, Batch], LossSums]:
     """A function `(parameters, batch [B T]) -> LossSums`, to be jitted."""
 

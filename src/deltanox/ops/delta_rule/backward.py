@@ -41,6 +41,7 @@ from .chunked import (
     matmul_t,
     merge_heads,
     per_head,
+    row_sums,
     states,
     tokens_first,
     transposed,
@@ -83,7 +84,9 @@ def decay_gradient(pairs, start_bar, end_bar, whole_bar):
     size = pairs.shape[-1]
     ones = jnp.ones((size, size), pairs.dtype)
     before = jnp.matmul(pairs, jnp.triu(ones, 1), precision="highest")  # Σ_{j < l} P_ij
-    inside = jnp.sum(before * jnp.broadcast_to(jnp.tril(ones), before.shape), axis=-2)
+    inside = jax.lax.optimization_barrier(before * jnp.broadcast_to(jnp.tril(ones), before.shape))
+    row = jnp.ones((*inside.shape[:-2], 1, size), inside.dtype)
+    inside = matmul(row, inside, "highest")[..., 0, :]  # a sum over i, see `row_sums`
     outside = jnp.matmul(jnp.swapaxes(start_bar, -1, -2), jnp.tril(ones), precision="highest")
     outside += jnp.matmul(jnp.swapaxes(end_bar, -1, -2), jnp.triu(ones, 1), precision="highest")
     return inside + outside + whole_bar[..., None]
@@ -140,16 +143,16 @@ def backward(
     k_bar += matmul(mixed, group.kq, precision)
     q_bar = (kq_bar[..., size:, :] + matmul(query_bar, k, precision)) * scale
     if group.norms is not None:
-        k_bar = group.norms[0] * (k_bar - k * jnp.sum(k * k_bar, axis=-1, keepdims=True))
+        k_bar = group.norms[0] * (k_bar - k * row_sums(k * k_bar)[..., None])
         unit = q / scale
-        q_bar = group.norms[1] * (q_bar - unit * jnp.sum(unit * q_bar, axis=-1, keepdims=True))
+        q_bar = group.norms[1] * (q_bar - unit * row_sums(unit * q_bar)[..., None])
 
     rest = group.v - decay.start[..., None] * met
-    beta_bar = jnp.sum(back.rest_bar * rest, axis=-1) + jnp.swapaxes(jnp.sum(m_bar_m, axis=-1), -1, -2)
+    beta_bar = row_sums(back.rest_bar * rest) + jnp.swapaxes(row_sums(m_bar_m), -1, -2)
     g_bar = decay_gradient(
         rate * m_bar_m + a_bar * decay.pair * group.read[..., None, :, :],
-        jnp.sum(met_bar * met + read_bar * read, axis=-1),
-        decay.end * jnp.sum(run.new_values * back.ahead, axis=-1),
+        row_sums(met_bar * met + read_bar * read),
+        decay.end * row_sums(run.new_values * back.ahead),
         decay.whole * jnp.sum(run.states * back.state_bar, axis=(-3, -1)),
     )
     g_bar = jnp.swapaxes(jnp.where(decay.reset, 0, g_bar), -1, -2)
