@@ -164,6 +164,36 @@ def test_row_7_documents_do_not_meet(getkey):
     assert not np.any(gradients[6]) and not np.any(gradients[7])
 
 
+def test_row_8_shards_of_a_sequence(getkey):
+    """Row 8, on one device: documents of 37, 51 and 40 tokens cut into four parts of 32, each with the ids of its own
+    tokens and the states of the part before it, are one call; gradients too."""
+    arrays, (dout, *_) = draw(getkey, 1, 128, 2, 4, 3, 5, 4, A=0.05)
+    ids = jnp.asarray(np.repeat([0, 1, 2], [37, 51, 40])[None], jnp.int32)
+    options = dict(num_key_heads=2, key_head_size=3, chunk_size=16)
+
+    def whole(*arrays):
+        return gated_delta_net(*arrays[:6], conv_state=arrays[6], initial_state=arrays[7], segment_ids=ids, **options)
+
+    def parts(*arrays):
+        outs, states = [], arrays[6:]
+        for i in range(0, 128, 32):
+            tokens = [x[:, i : i + 32] for x in arrays[:3]]
+            out, *states = gated_delta_net(
+                *tokens, *arrays[3:6], conv_state=states[0], initial_state=states[1],
+                segment_ids=ids[:, i : i + 32], **options,
+            )  # fmt: skip
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1), *states
+
+    arrays = [jnp.asarray(x) for x in arrays]
+    want, pull = jax.vjp(whole, *arrays)
+    got, pull_parts = jax.vjp(parts, *arrays)
+    cotangents = (jnp.asarray(dout), jnp.ones_like(want[1]), jnp.ones_like(want[2]))
+    for a, b in zip((*got, *pull_parts(cotangents)), (*want, *pull(cotangents)), strict=True):
+        assert rel(a, b) < 1e-5
+    assert rel(whole(*arrays[:6], *(0 * x for x in arrays[6:]))[0][:, :37], want[0][:, :37]) > 1e-2  # states matter
+
+
 def test_row_10_ids_differ_per_row(getkey):
     """Row 10: two rows with ids of their own are two calls."""
     arrays, _ = draw(getkey, **PRIMES | dict(T=16))

@@ -7,6 +7,7 @@ Peers that are not installed are left out and named. They are, on the Python tha
     pip download --no-deps jax-linear-attention==0.1.0 && unzip ... -d FOLDER  (Python 3.12 or newer; pass --jla FOLDER)
 
 Each time is the median over the repeats after a warm-up, the ratio is ours over the peer's: below 1 we are faster.
+Several lengths give a table each, and how our time grows from the first to each of the others.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+LABELS = {"forward": "forward", "both": "forward and backward"}
 PEERS = ("deltanox", "jax-linear-attention", "transformers")
 
 
@@ -24,7 +26,7 @@ def _inputs(arguments: argparse.Namespace):
     import numpy as np
 
     rng = np.random.default_rng(0)
-    shape = (arguments.batch, arguments.length, arguments.heads, arguments.size)
+    shape = (arguments.batch, arguments.length[-1], arguments.heads, arguments.size)
     q, k, v = (rng.standard_normal(shape, dtype=np.float32) for _ in range(3))
     g, beta = -rng.random(shape[:3], dtype=np.float32), rng.random(shape[:3], dtype=np.float32)
     return q, k, v, g, beta
@@ -86,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         prog="deltanox bench peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048, help="tokens")
+    parser.add_argument("--length", type=int, nargs="+", default=[2048], help="tokens; several for a table each")
     parser.add_argument("--heads", type=int, default=16, help="key and value heads")
     parser.add_argument("--size", type=int, default=128, help="size of a head")
     parser.add_argument("--repeats", type=int, default=7)
@@ -97,14 +99,27 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(_measure(arguments)))
         return 0
 
+    first = None
+    for length in arguments.length:
+        ours = _table(arguments, argv, length)
+        if ours and first:
+            growth = ", ".join(f"{ours[name] / first[name]:.1f} {label}" for name, label in LABELS.items())
+            print(f"ours, T={length} over T={arguments.length[0]}: {growth}")
+        first = first or ours
+    return 0
+
+
+def _table(arguments: argparse.Namespace, argv: Sequence[str], length: int) -> dict[str, float] | None:
+    """Measure and print one line a peer. Returns our times."""
     print(
-        f"B={arguments.batch} T={arguments.length} H={arguments.heads} K=V={arguments.size} float32, seconds "
+        f"B={arguments.batch} T={length} H={arguments.heads} K=V={arguments.size} float32, seconds "
         f"(medians of {arguments.repeats}), and ours / theirs"
     )
     print(f"{'':22} {'forward':>9} {'ratio':>6} {'forward+backward':>17} {'ratio':>6}")
     ours = None
     for peer in PEERS:
         command = [sys.executable, "-m", "deltanox.cli", "bench", "peers", *argv, "--only", peer]
+        command += ["--length", str(length)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -114,4 +129,4 @@ def main(argv: Sequence[str]) -> int:
         ours = ours or (times if peer == "deltanox" else None)
         ratios = {name: f"{ours[name] / seconds:.2f}" if ours else "-" for name, seconds in times.items()}
         print(f"{peer:22} {times['forward']:9.3f} {ratios['forward']:>6} {times['both']:17.3f} {ratios['both']:>6}")
-    return 0
+    return ours

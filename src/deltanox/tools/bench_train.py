@@ -4,8 +4,8 @@
 
 Each side runs in a process of its own, one after the other: forward, backward, clipping and AdamW in float32 on
 batches of one shape. Ours is the program that `deltanox train` runs, packed documents and their boundaries included,
-with as many steps a call as the config says; the peer, whose packing needs CUDA, gets rows without boundaries. Its AdamW
-is PyTorch's fused one.
+with as many steps a call as the config says; the peer, whose packing needs CUDA, gets rows without boundaries. Its
+AdamW is PyTorch's fused one.
 """
 
 import argparse
