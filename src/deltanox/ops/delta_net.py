@@ -11,8 +11,9 @@ from ._validate import describe, require, require_array, shapes
 from .causal_conv import causal_conv1d, causal_conv1d_step
 from .causal_conv.inputs import check_options as check_conv_options, check_state, check_tokens, check_weight
 from .causal_conv.shifted import activate
-from .delta_rule import Residuals, gated_delta_rule, gated_delta_step
+from .delta_rule import Residuals, gated_delta_step
 from .delta_rule.inputs import check_options
+from .delta_rule.op import apply
 from .gates import check_gates, decay_and_beta
 
 
@@ -155,7 +156,7 @@ def gated_delta_net(
         op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype,
         residuals=residuals, scale=scale, l2norm_eps=l2norm_eps,
     )  # fmt: skip
-    check_conv_options(op, activation=activation, implementation=implementation)
+    check_conv_options(op, activation=activation, implementation="auto" if conv_weight is None else implementation)
     if mask is not None:
         # before the gates: their derivatives would turn a masked NaN into one of A_log and dt_bias
         a, b = (jnp.where(mask[..., None], x, 0) for x in (a, b))
@@ -168,14 +169,11 @@ def gated_delta_net(
         )  # fmt: skip
         if strict_hf_rounding:
             qkv = _round_then_activate(qkv, activation)
-    q, k, v = split(qkv, num_key_heads, key_head_size, value_size)
     g, beta = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
-    accumulate = accumulator(v.dtype)
-    out, state = gated_delta_rule(
-        q, k, v, g.astype(accumulate), beta.astype(accumulate), initial_state=initial_state, segment_ids=segment_ids,
-        mask=mask,
-        scale=scale, use_qk_l2norm=True, l2norm_eps=l2norm_eps, chunk_size=chunk_size, implementation=implementation,
-        precision=precision, state_dtype=state_dtype, residuals=residuals,
+    out, state = apply(
+        op, (qkv,), g, beta, initial_state, segment_ids, mask, key_heads=num_key_heads, key_size=key_head_size,
+        value_size=value_size, scale=scale, l2norm_eps=l2norm_eps, chunk_size=chunk_size,
+        implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
     )  # fmt: skip
     return out.reshape(*out.shape[:-2], -1), conv_state, state
 

@@ -24,7 +24,7 @@ feature axes, so that
 Q, K and their products are computed once a key head, and a product with the state is one matrix product for all r.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ class Options(NamedTuple):
     precision: str
     state_dtype: jnp.dtype
     residuals: Residuals
+    key_heads: int
+    key_size: int
+    engine: Literal["auto", "xla", "pallas"]
 
 
 class Decay(NamedTuple):
@@ -81,11 +84,11 @@ class Plan(NamedTuple):
 
 
 def plan(length: int, options: Options) -> Plan:
-    """Groups of at most `states_every` chunks, as even as possible; a short sequence gets a smaller chunk."""
+    """Groups of `states_every` chunks; a short sequence gets a smaller chunk, and one group of the chunks it has."""
     size = min(options.chunk_size, max(BLOCK, 1 << (length - 1).bit_length()))
     total = -(-length // size)
-    groups = -(-total // options.residuals.states_every)
-    return Plan(length, groups, -(-total // groups), size)
+    chunks = min(options.residuals.states_every, total)
+    return Plan(length, -(-total // chunks), chunks, size)
 
 
 def split(tokens, p: Plan):

@@ -105,8 +105,6 @@ def check_options(
     except TypeError:
         floating = False
     require(floating, f"{op}: `state_dtype` must be a float dtype such as jnp.float32, but it is {state_dtype!r}")
-    if implementation == "pallas":
-        raise NotImplementedError(f"{op}: implementation='pallas' is not built yet: use 'auto' or 'xla'")
 
 
 def check_inputs(

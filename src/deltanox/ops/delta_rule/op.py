@@ -13,7 +13,8 @@ from .chunked import Options, chunked
 from .inputs import check_options, check_shapes
 from .reference import l2norm, reference, step
 from .residuals import Residuals
-from .vjp import xla
+from .tpu import Inputs, unsupported
+from .vjp import rule, unmerged
 
 
 def gated_delta_rule(
@@ -95,8 +96,21 @@ def gated_delta_rule(
         scale=scale,
         l2norm_eps=l2norm_eps,
     )
-    lead, length, key_size, (heads, value_size) = q.shape[:-3], q.shape[-3], q.shape[-1], v.shape[-2:]
-    accumulate = accumulator(v.dtype)
+    return apply(
+        name, (q, k, v), g, beta, initial_state, segment_ids, mask, key_heads=q.shape[-2], key_size=q.shape[-1],
+        value_size=v.shape[-1], scale=scale, l2norm_eps=l2norm_eps if use_qk_l2norm else None, chunk_size=chunk_size,
+        implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
+    )  # fmt: skip
+
+
+def apply(
+    op: str, arrays: tuple[Array, ...], g, beta, initial_state, segment_ids, mask, *, key_heads: int, key_size: int,
+    value_size: int, scale, l2norm_eps: float | None, chunk_size, implementation, precision, state_dtype, residuals,
+) -> tuple[Float[Array, "*B T H V"], State]:  # fmt: skip
+    """The rule on checked arguments: `arrays` are q, k, v, or the merged array [*B T 2hK+HV]."""
+    *lead, length, heads = beta.shape
+    dtype = arrays[0].dtype
+    accumulate = accumulator(dtype)
 
     def flat(x, axes):
         return None if x is None else x.reshape(-1, *x.shape[x.ndim - axes :])
@@ -104,22 +118,37 @@ def gated_delta_rule(
     g = jnp.zeros(beta.shape, accumulate) if g is None else g.astype(accumulate)
     if initial_state is None:
         initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)
-    arrays = (
-        *(flat(x, 3) for x in (q, k, v)),
+    inputs = Inputs(
+        tuple(flat(x, x.ndim - len(lead)) for x in arrays),
         *(flat(x, 2) for x in (g, beta.astype(accumulate))),
-        flat(initial_state.astype(accumulate), 3),
         *(flat(x, 1) for x in (boundaries(segment_ids, mask), mask)),
     )
+    state = flat(initial_state.astype(accumulate), 3)
     factor = key_size**-0.5 if scale is None else float(scale)
-    eps = l2norm_eps if use_qk_l2norm else None
     if precision is None:
-        precision = "highest" if v.dtype in (jnp.float32, jnp.float64) else "default"
-    if implementation == "reference":
-        out, state = reference(*arrays, scale=factor, l2norm_eps=eps)
+        precision = "highest" if dtype in (jnp.float32, jnp.float64) else "default"
+    options = Options(
+        factor, l2norm_eps, chunk_size, precision, jnp.dtype(state_dtype), residuals, key_heads, key_size, "xla"
+    )
+    if implementation in ("reference", "chunked"):
+        *tokens, boundary, mask = unmerged(inputs, heads, options)
+        if implementation == "chunked":
+            out, state = chunked(*tokens, state, boundary, mask, options)
+        else:
+            out, state = reference(*tokens, state, boundary, mask, scale=factor, l2norm_eps=l2norm_eps)
     else:
-        options = Options(factor, eps, chunk_size, precision, jnp.dtype(state_dtype), residuals)
-        out, state = (chunked if implementation == "chunked" else xla)(*arrays, options)
+        out, state = rule(choose(op, implementation, inputs, options, value_size), inputs, state)
     return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
+
+
+def choose(op: str, implementation: str, inputs: Inputs, options: Options, value_size: int) -> Options:
+    """The options with the engine that `implementation` asks for: "auto" leaves out kernels that can't take the
+    inputs, "pallas" says why they can't."""
+    reason = unsupported(inputs, options, value_size)
+    if implementation == "pallas" and reason is not None:
+        raise ValueError(f"{op}: implementation='pallas' cannot take these inputs: {reason}")
+    engine = "xla" if implementation == "auto" and reason is not None else implementation
+    return options._replace(engine=engine)
 
 
 def gated_delta_step(

@@ -21,7 +21,7 @@ class Residuals:
       second forward pass; "recompute" leaves it to the caller.
     """
 
-    states_every: int = 1
+    states_every: int = 2
     t_inv: Literal["save", "recompute"] = "recompute"
     out: Literal["save", "recompute"] = "save"
 

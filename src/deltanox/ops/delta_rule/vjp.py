@@ -1,28 +1,46 @@
-"""The gated delta rule as one differentiable op: what the forward pass keeps, and the backward pass that reads it."""
+"""The gated delta rule as one differentiable op: what the forward pass keeps, and the backward pass that reads it.
+
+Two engines stand behind it, XLA's code and the TPU kernels, with one interface and one record.
+"""
 
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from .._derivatives import once_differentiable
+from .._platform import on_tpu
+from . import tpu
 from .backward import backward
 from .chunked import Options, Tokens, carried, forward, join, plan, returned, split
+from .tpu import Inputs
 
 
 class Saved(NamedTuple):
-    """What the forward pass keeps, besides the arguments: G groups of n chunks (`Residuals.states_every`, evened
-    out)."""
+    """What the forward pass keeps, besides the arguments: G groups of n chunks (`Residuals.states_every`)."""
 
-    states: Float[Array, "G B H K V"]  # before each group, in `state_dtype`
+    states: Float[Array, "B G H K V"]  # before each group, in `state_dtype`
     t_inv: Float[Array, "G n B h r C C"] | None
     out: Float[Array, "B T H V"] | None
 
 
-def _run(options: Options, tokens: Tokens, initial_state, *, keep: bool):
-    """Output, final state and, with `keep`, the record."""
+def unmerged(inputs: Inputs, heads: int, options: Options) -> Tokens:
+    """The arguments with an axis of heads."""
+    if len(inputs.arrays) == 3:
+        return Tokens(*inputs.arrays, *inputs[1:])
+    (qkv,) = inputs.arrays
+    h, key_size = options.key_heads, options.key_size
+    q, k, v = jnp.split(qkv, [h * key_size, 2 * h * key_size], axis=-1)
+    q, k = (x.reshape(*x.shape[:2], h, key_size) for x in (q, k))
+    return Tokens(q, k, v.reshape(*v.shape[:2], heads, -1), *inputs[1:])
+
+
+def _run_xla(inputs: Inputs, initial_state, *, options: Options, keep: bool):
+    """Output, final state and, with `keep`, the states and T."""
+    tokens = unmerged(inputs, initial_state.shape[1], options)
     p = plan(tokens.q.shape[1], options)
     accumulate = initial_state.dtype  # states are kept in `state_dtype`, but float64 stays float64
     kept_dtype = accumulate if options.state_dtype == jnp.float32 else options.state_dtype
@@ -33,42 +51,72 @@ def _run(options: Options, tokens: Tokens, initial_state, *, keep: bool):
         return after, (out, kept)
 
     state, (out, kept) = jax.lax.scan(group, carried(initial_state, tokens.k.shape[2]), split(tokens, p))
-    out = join(out, p)
-    saved = None if kept is None else Saved(*kept, out if options.residuals.out == "save" else None)
-    return out, returned(state), saved
+    states, t_inv = kept if keep else (None, None)
+    return join(out, p), returned(state), None if states is None else jnp.moveaxis(states, 0, 1), t_inv
+
+
+def _run(options: Options, inputs: Inputs, initial_state, *, keep: bool):
+    def xla(inputs, state):
+        return _run_xla(inputs, state, options=options, keep=keep)
+
+    def kernel(inputs, state, *, interpret):
+        return *tpu.run(inputs, state, options=options, keep=keep, interpret=interpret), None
+
+    if options.engine == "xla":
+        return xla(inputs, initial_state)
+    return on_tpu(kernel, inputs, initial_state, elsewhere=xla if options.engine == "auto" else None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rule(options: Options, tokens: Tokens, initial_state):
-    return _run(options, tokens, initial_state, keep=False)[:2]
+def rule(options: Options, inputs: Inputs, initial_state: Float[Array, "B H K V"]):
+    """Output [B T H V] and final state [B H K V]."""
+    return _run(options, inputs, initial_state, keep=False)[:2]
 
 
-def _forward(options: Options, tokens: Tokens, initial_state):
-    out, state, saved = _run(options, tokens, initial_state, keep=True)
-    return (out, state), (tokens, saved)
+def _forward(options: Options, inputs: Inputs, initial_state):
+    out, state, states, t_inv = _run(options, inputs, initial_state, keep=True)
+    name = lambda x, name: None if x is None else checkpoint_name(x, name)  # noqa: E731
+    out = name(out, "gdn_out")
+    saved = Saved(
+        name(states, "gdn_states"), name(t_inv, "gdn_t_inv"), out if options.residuals.out == "save" else None
+    )
+    return (out, state), (inputs, saved)
+
+
+def _gradients_xla(inputs: Inputs, saved: Saved, out_bar, state_bar, *, options: Options):
+    tokens = unmerged(inputs, state_bar.shape[1], options)
+    p = plan(tokens.q.shape[1], options)
+
+    def group(state_bar, x):
+        tokens, state, t, out_bar = x
+        state = carried(state.astype(state_bar.dtype), tokens.k.shape[-2])
+        return backward(tokens, state, out_bar, state_bar, t, options)
+
+    xs = (*split((tokens,), p), jnp.moveaxis(saved.states, 1, 0), saved.t_inv, split(out_bar, p))
+    state_bar, bars = jax.lax.scan(group, carried(state_bar, tokens.k.shape[2]), xs, reverse=True)
+    *arrays, g, beta = (join(x, p) for x in bars)
+    if len(inputs.arrays) == 1:
+        arrays = [jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in arrays], axis=-1)]
+    return tuple(arrays), g, beta, returned(state_bar)
 
 
 def _backward(options: Options, kept, cotangents):
-    @once_differentiable("xla", "use implementation='chunked'")
-    def gradients(tokens, saved, cotangents):
-        p = plan(tokens.q.shape[1], options)
-        out_bar, state_bar = cotangents
+    @once_differentiable("pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'")
+    def gradients(inputs, saved, cotangents):
+        def xla(inputs, saved, out_bar, state_bar):
+            return _gradients_xla(inputs, saved, out_bar, state_bar, options=options)
 
-        def group(state_bar, x):
-            tokens, state, t, out_bar = x
-            state = carried(state.astype(state_bar.dtype), tokens.k.shape[-2])
-            return backward(tokens, state, out_bar, state_bar, t, options)
+        def kernel(inputs, saved, out_bar, state_bar, *, interpret):
+            return tpu.gradients(inputs, saved.states, out_bar, state_bar, options=options, interpret=interpret)
 
-        xs = (*split((tokens,), p), saved.states, saved.t_inv, split(out_bar, p))
-        state_bar, bars = jax.lax.scan(group, carried(state_bar, tokens.k.shape[2]), xs, reverse=True)
-        return Tokens(*(join(x, p) for x in bars), None, None), returned(state_bar)
+        arguments = (inputs, saved._replace(out=None), *cotangents)
+        if options.engine == "xla":
+            arrays, g, beta, state_bar = xla(*arguments)
+        else:
+            arrays, g, beta, state_bar = on_tpu(kernel, *arguments, elsewhere=xla if options.engine == "auto" else None)
+        return Inputs(arrays, g, beta, None, None), state_bar
 
     return gradients(*kept, cotangents)
 
 
-_rule.defvjp(_forward, _backward)
-
-
-def xla(q, k, v, g, beta, initial_state, boundary, mask, options: Options):
-    """The chunked rule with the hand-derived backward pass. Arguments as the engines of `op.py` take them."""
-    return _rule(options, Tokens(q, k, v, g, beta, boundary, mask), initial_state)
+rule.defvjp(_forward, _backward)

@@ -1,0 +1,156 @@
+"""The forward TPU kernel of the gated delta rule; mathematics in `chunked.py`, what kernels share in `tpu_common.py`.
+
+With U = (I + strict(Γ ∘ K Kᵀ) diag(β))^-1, so that T diag(β) = diag(β) U, for one value head and chunk:
+
+    Ñ = U (V − diag(c) K S)                        N = diag(β) Ñ
+    O = diag(c) Q S + (lower(Γ ∘ Q Kᵀ) diag(β)) Ñ
+    S' = c_C S + Kᵀ diag(d β) Ñ
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from .tiling import CHUNK, Tiling
+from .tpu_common import PARTS, Columns, gates, inverse, key_heads, pair_decays, product, split, triangles
+
+
+def _kernel(
+    q_ref, k_ref, v_ref, g_ref, rate_ref, state_ref, out_ref, final_ref, states_ref, carry,
+    *, tiling: Tiling, ratio: int, length: int, scale: float, eps: float | None, precision: str, every: int,
+    valid: bool,
+):  # fmt: skip
+    """A tile of tokens for some key heads. `carry` [heads, K, V] is the state, kept from tile to tile."""
+    size, chunks, key_count = CHUNK, tiling.chunks, tiling.key_heads
+    heads, key_size, value_size = carry.shape
+    parts = PARTS[precision]
+    tile = pl.program_id(2)
+
+    @pl.when(tile == 0)
+    def _():
+        carry[...] = state_ref[0]
+
+    def chunk(i, _):
+        rows = pl.ds(i * size, size)
+        tri = triangles(size)
+        gate = gates(g_ref[0, 0, :, rows], rate_ref[0, 0, :, rows], tri)
+        start = gate.start.T  # [C, heads]
+        written = (gate.end * gate.rate).T
+
+        def load(ref, head, width):
+            x = ref[0, rows, head * width : (head + 1) * width]
+            if valid:
+                return x
+            left = length - tile * tiling.tile - i * size
+            return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < left, x, jnp.zeros_like(x))
+
+        # once a key head
+        ks, qs = ([load(ref, j, key_size) for j in range(key_count)] for ref in (k_ref, q_ref))
+        keys = key_heads(ks, qs, tri, eps=eps, scale=scale, parts=parts.keys)
+        keys_t = [split(x.k.T, parts.keys) for x in keys]
+
+        # once a value head
+        of = range(heads)
+        pairs = [pair_decays(gate, h, tri, parts.gates or 3) * gate.rate[h : h + 1] for h in of]
+        m = [pairs[h] * keys[h // ratio].gram for h in of]
+        a = [split(pairs[h] * keys[h // ratio].read, parts.new) for h in of]
+        u = [split(x, parts.inverse) for x in inverse(m, parts.inverse)]
+        state = [carry[h] for h in of]
+        met = [product(keys[h // ratio].both, split(state[h], parts.state)) for h in of]
+        rest = [load(v_ref, h, value_size).astype(jnp.float32) - start[:, h : h + 1] * met[h][:size] for h in of]
+        new = [product(u[h], split(rest[h], parts.inverse)) for h in of]
+        for h in of:
+            out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
+            out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
+        if states_ref is not None:
+
+            @pl.when((tile * chunks + i) % every == 0)
+            def _():
+                for h in of:
+                    states_ref[0, i // every, h] = state[h].astype(states_ref.dtype)
+
+        for h in of:
+            ended = split(written[:, h : h + 1] * new[h], parts.new)
+            whole = gate.start[h : h + 1, size - 1 : size]
+            carry[h] = whole * state[h] + product(keys_t[h // ratio], ended)
+        return 0
+
+    jax.lax.fori_loop(0, chunks, chunk, 0)
+
+    @pl.when(tile == pl.num_programs(2) - 1)
+    def _():
+        final_ref[0] = carry[...]
+
+
+def forward(
+    q: Columns,
+    k: Columns,
+    v: Columns,
+    g: Float[Array, "B H T"],
+    rate: Float[Array, "B H T"],
+    state: Float[Array, "B H K V"],
+    *,
+    tiling: Tiling,
+    scale: float,
+    eps: float | None,
+    precision: str,
+    every: int,
+    keep: bool,
+    kept_dtype,
+    vmem: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B T HV"], Float[Array, "B H K V"], Float[Array, "B N H K V"] | None]:
+    """Output, final state and, with `keep`, the states before every n-th chunk in `kept_dtype`."""
+    batch, length = q.array.shape[:2]
+    ratio = v.heads // q.heads
+    heads = tiling.key_heads * ratio
+    tiles = -(-length // tiling.tile)
+    pad = tiles * tiling.tile - length
+    steps = q.heads // tiling.key_heads
+    g, rate = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, pad))).reshape(batch, steps, heads, tiles * tiling.tile) for x in (g, rate)
+    )
+
+    def columns(x: Columns, count: int):
+        width = count * x.size
+        block = (pl.Element(1), pl.Element(tiling.tile, (0, pad)), pl.Element(width))
+        return pl.BlockSpec(block, lambda b, j, t: (b, t * tiling.tile, x.start + j * width))
+
+    row = pl.BlockSpec((1, 1, heads, tiling.tile), lambda b, j, t: (b, j, 0, t))
+    whole = pl.BlockSpec((1, heads, q.size, v.size), lambda b, j, t: (b, j, 0, 0))
+    out_specs = [pl.BlockSpec((1, tiling.tile, heads * v.size), lambda b, j, t: (b, t, j)), whole]
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, length, v.heads * v.size), v.array.dtype),
+        jax.ShapeDtypeStruct(state.shape, jnp.float32),
+    ]
+    if keep:
+        chunks = -(-length // CHUNK)
+        count = max(tiling.chunks // every, 1)
+        repeat = max(every // tiling.chunks, 1)
+        out_specs.append(pl.BlockSpec((1, count, heads, q.size, v.size), lambda b, j, t: (b, t // repeat, j, 0, 0)))
+        out_shape.append(jax.ShapeDtypeStruct((batch, -(-chunks // every), v.heads, q.size, v.size), kept_dtype))
+    kernel = functools.partial(
+        _kernel, tiling=tiling, ratio=ratio, length=length, scale=scale, eps=eps, precision=precision, every=every,
+        valid=pad == 0,
+    )  # fmt: skip
+    if not keep:
+        body = kernel
+        kernel = lambda *refs: body(*refs[:8], None, refs[8])  # noqa: E731
+    result = pl.pallas_call(
+        kernel,
+        grid=(batch, steps, tiles),
+        in_specs=[columns(q, tiling.key_heads), columns(k, tiling.key_heads), columns(v, heads), row, row, whole],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=[pltpu.VMEM((heads, q.size, v.size), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
+        ),
+        interpret=interpret,
+        name="gdn_forward",
+    )(q.array, k.array, v.array, g, rate, state)
+    return (*result, None)[:3]
