@@ -73,8 +73,14 @@ def rule(options: Options, inputs: Inputs, initial_state: Float[Array, "B H K V"
     return _run(options, inputs, initial_state, keep=False)[:2]
 
 
+def _once(options: Options):
+    return once_differentiable("pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'")
+
+
 def _forward(options: Options, inputs: Inputs, initial_state):
-    out, state, states, t_inv = _run(options, inputs, initial_state, keep=True)
+    run = functools.partial(_run, options, keep=True)
+    # XLA's code could be differentiated here, the kernels cannot: the sentence comes first
+    out, state, states, t_inv = (run if options.engine == "xla" else _once(options)(run))(inputs, initial_state)
     name = lambda x, name: None if x is None else checkpoint_name(x, name)  # noqa: E731
     out = name(out, "gdn_out")
     saved = Saved(
@@ -101,7 +107,7 @@ def _gradients_xla(inputs: Inputs, saved: Saved, out_bar, state_bar, *, options:
 
 
 def _backward(options: Options, kept, cotangents):
-    @once_differentiable("pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'")
+    @_once(options)
     def gradients(inputs, saved, cotangents):
         def xla(inputs, saved, out_bar, state_bar):
             return _gradients_xla(inputs, saved, out_bar, state_bar, options=options)
