@@ -67,7 +67,7 @@ print("heavy", *({"deltanox.train", "optax", "matplotlib", "tqdm"} & set(sys.mod
         env={"PYTHONPATH": str(Path(deltanox.__file__).parents[1]), "PATH": "", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    for command in ("train", "generate", "bench"):
+    for command in ("train", "generate", "aot", "bench"):
         assert command in done.stdout
     assert done.stdout.rstrip().endswith("heavy")
 

@@ -1,4 +1,4 @@
-"""The command `deltanox`: train | generate | bench.
+"""The command `deltanox`: train | generate | aot | bench.
 
 Nothing heavy is imported before a subcommand runs.
 """
@@ -69,6 +69,33 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     generate.set_defaults(run=_generate)
 
+    aot = commands.add_parser(
+        "aot",
+        help="compile a config's training step for a TPU that is not there",
+        description="Compile for a TPU ahead of time, without one, and print memory, kernels, work and roofline time.",
+    )
+    aot.add_argument("config", metavar="CONFIG", help="TOML file")
+    aot.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a value of the config, written as in TOML",
+    )
+    aot.add_argument(
+        "--topology",
+        default="tpu7x",
+        help="v4, v5e, v5p, v6e or tpu7x, one device of it; also with a shape, v5e:2x4 (default: tpu7x)",
+    )
+    aot.add_argument(
+        "--what",
+        choices=("step", "forward"),
+        default="step",
+        help="an update of the training state, or the loss alone (default: step)",
+    )
+    aot.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    aot.set_defaults(run=_aot)
+
     bench = commands.add_parser(
         "bench", help="measure speed", description="Measure speed; everything after NAME goes to the benchmark."
     )
@@ -119,6 +146,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _aot(arguments: argparse.Namespace) -> int:
+    from deltanox.tools._aot_command import run
+
+    return run(arguments)
 
 
 def _benchmarks() -> list[str]:

@@ -1,0 +1,100 @@
+"""libtpu without a TPU: loaded once a process, with a dump of its schedules where that can still be had."""
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ._schedule import FLAGS
+
+LOCK = threading.RLock()
+"""Held while a program is compiled: the folder of the dump belongs to the process."""
+
+
+class Dump(NamedTuple):
+    """Where libtpu writes its schedules; `folder` is None where it doesn't, for this `reason`."""
+
+    folder: Path | None
+    reason: str = ""
+
+
+@contextlib.contextmanager
+def environment(**extra: str) -> Iterator[None]:
+    """What libtpu wants to be told where there is no TPU, as far as it isn't set; as it was before, afterwards."""
+    wanted = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+        # without it a second process aborts on libtpu's lock file
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    wanted = {name: value for name, value in wanted.items() if name not in os.environ} | extra
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def missing() -> str:
+    """Why nothing can be compiled for a TPU here; "" if it can."""
+    if os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu") is not None:
+        return ""
+    return "libtpu is not installed: pip install libtpu (Linux on x86-64; schedules are read from version 0.0.52)"
+
+
+def _loaded() -> bool:
+    maps = Path("/proc/self/maps")
+    return maps.exists() and "libtpu" in maps.read_text()
+
+
+@functools.cache  # libtpu reads its flags when it is loaded, once a process
+def load() -> Dump:
+    """Load libtpu, with a dump unless something else has loaded it before."""
+    if reason := missing():
+        raise ValueError(f"aot: {reason}")
+    if _loaded():
+        return Dump(None, "libtpu was loaded before its dump could be asked for: call aot.prepare() first")
+    folder = tempfile.mkdtemp(prefix="deltanox_aot_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {FLAGS.format(folder)}".strip()
+    with environment(LIBTPU_INIT_ARGS=flags):
+        _topology("v5e:1x1")
+    return Dump(Path(folder))
+
+
+def _topology(name: str, **options: Any) -> list[Any]:
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+
+
+@functools.cache
+def devices(topology: str) -> list[Any]:
+    """The devices of a topology by libtpu's name. Both cores of a v4 chip are one device, as JAX has them."""
+    load()
+    # v5p is so by default
+    options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+    with environment():
+        return _topology(topology, **options)
+
+
+def clear(dump: Dump) -> None:
+    """Delete what was dumped so far."""
+    if dump.folder is not None:
+        for path in dump.folder.iterdir():
+            path.unlink()
