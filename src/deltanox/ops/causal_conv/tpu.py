@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._derivatives import once_differentiable
 from .._kernels import by_platform, folded
 from .shifted import shifted, since_boundary
 from .tpu_backward import conv_backward
@@ -75,7 +76,8 @@ def prepare(x, weight, bias, past, boundary, mask, activation) -> tuple[Inputs, 
 def forward(x, weight, bias, past, boundary, mask, activation, by=by_platform):
     """The outputs, in x's dtype."""
     inputs, options = prepare(x, weight, bias, past, boundary, mask, activation)
-    return folded(by(partial(conv_forward, options=options), OP))(inputs)
+    launch = folded(by(partial(conv_forward, options=options), OP))
+    return once_differentiable("pallas", "use implementation='chunked'")(launch)(inputs)
 
 
 def past_gradient(x, weight, bias, past, boundary, mask, activation, dy) -> Float[Array, "B P C"]:

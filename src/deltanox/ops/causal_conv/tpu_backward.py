@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from .tpu_common import (
+from .tpu_common import (  # fmt: skip
     HALO,
     LANES,
     ROWS,
@@ -25,13 +25,16 @@ from .tpu_common import (
     common_arrays,
     has,
     in_pairs,
+    in_rows,
     inputs_of,
     lanes,
     place_past,
     read_taps,
     stage,
-)  # fmt: skip
+)
 
+TILES = Tiles(tokens=1024, channels=512)
+UNROLL = 4  # a trip's head and tail leave the vector units idle
 BEFORE = 16  # tokens in the block that holds the ones before a tile
 
 
@@ -43,12 +46,12 @@ def _add_rows(x):
     return parts[0]
 
 
-def _step(refs: dict, options: Options, tokens: int, rows: int, length: int, share: int):
+def _step(refs: dict, options: Options, tokens: int, length: int, share: int):
     """One tile."""
     x_ref, dy_ref, dx_ref, xs_ref, ds_ref = (refs[name] for name in ("x", "dy", "dx", "xs", "ds"))
     row, number, tiles = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     tile = tiles - 1 - number
-    groups, steps, width = xs_ref.shape[0], tokens // rows, options.width
+    groups, width = xs_ref.shape[0], options.width
     pairs = in_pairs(groups)
     column_ref = refs.get("column")
     every = (1 << width) - 1
@@ -84,60 +87,52 @@ def _step(refs: dict, options: Options, tokens: int, rows: int, length: int, sha
         if "first" in refs and "past" in refs:
             place_past(xs_ref, refs["past"], refs["first"][row] - tile * tokens, width)
 
-    def loop(body):
-        def at(i, _):
-            body(steps - 1 - i)
-            return 0
-
-        jax.lax.fori_loop(0, steps, at, 0)
-
-    def stage_rows(step):
+    def stage_rows(start):
         for pair in pairs:
-            stage(x_ref, xs_ref, pair, pl.multiple_of(step * rows, rows), rows, HALO)
+            stage(x_ref, xs_ref, pair, start)
 
-    def gradients(step, masked: bool):
-        start = pl.multiple_of(step * rows, rows)
-        bits = column_ref[pl.ds(start, rows), :] if masked else None
+    def gradients(start, masked: bool):
+        bits = column_ref[pl.ds(start, ROWS), :] if masked else None
         for pair in pairs:
-            dys = dy_ref[pl.ds(start, rows), lanes(pair[0], len(pair))].astype(jnp.float32)
+            dys = dy_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))].astype(jnp.float32)
             dxs = []
             for i, g in enumerate(pair):
                 d = dys[:, i * LANES : (i + 1) * LANES]
                 taps = read_taps(refs["taps"], g, options)
-                inputs = inputs_of(xs_ref, g, start, rows, bits, width)
+                inputs = inputs_of(xs_ref, g, start, bits, width)
                 if options.activation == "silu":
                     h = combine(inputs, taps)
                     t = jnp.tanh(h)
                     d = d * ((1 + t) * (1 + (h - h * t)))
                 if masked:
                     d = jnp.where(has(bits, 0), d, 0)
-                ds_ref[g, pl.ds(start, rows), :] = d
+                ds_ref[g, pl.ds(start, ROWS), :] = d
                 for w, x in enumerate(inputs):
                     refs["sums"][g, w] += _add_rows(d * x)
                 if options.bias:
                     refs["sums"][g, width] += _add_rows(d)
                 later = []
                 for back in reversed(range(width)):
-                    ahead = ds_ref[g, pl.ds(start + back, rows), :] if back else d
+                    ahead = ds_ref[g, pl.ds(start + back, ROWS), :] if back else d
                     if masked and back:
-                        ahead = jnp.where(has(column_ref[pl.ds(start + back, rows), :], back), ahead, 0)
+                        ahead = jnp.where(has(column_ref[pl.ds(start + back, ROWS), :], back), ahead, 0)
                     later.append(ahead)
                 dx = combine(later, taps[:width])
                 dxs.append(jnp.where(has(bits, 0), dx, 0) if masked else dx)
             dx = jnp.concatenate(dxs, axis=1).astype(dx_ref.dtype)
-            dx_ref[pl.ds(start, rows), lanes(pair[0], len(pair))] = dx
+            dx_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))] = dx
 
     def plain_tile():
         if column_ref is not None:
             column_ref[:HALO, :] = jnp.full((HALO, LANES), every, jnp.int32)
-        stage_rows(steps - 1)
+        stage_rows(tokens - ROWS)
 
-        def body(step):
-            # one trip ahead: the taps of the first rows read the ones before
-            stage_rows(jnp.maximum(step - 1, 0))
-            gradients(step, False)
+        def body(start):
+            # the taps of the first rows read the ones before
+            stage_rows(pl.multiple_of(jnp.maximum(start - ROWS, 0), ROWS))
+            gradients(start, False)
 
-        loop(body)
+        in_rows(tokens, body, UNROLL, reverse=True)
 
     def masked_tile():
         if "bits" in refs:
@@ -146,15 +141,14 @@ def _step(refs: dict, options: Options, tokens: int, rows: int, length: int, sha
             column_ref[:tokens, :] = jnp.full((tokens, LANES), every, jnp.int32)
         if length % tokens:
 
-            def cut(step):
-                here = pl.ds(pl.multiple_of(step * rows, rows), rows)
-                token = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) + (tile * tokens + step * rows)
-                column_ref[here, :] = jnp.where(token < length, column_ref[here, :], 0)
+            def cut(start):
+                token = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0) + (tile * tokens + start)
+                column_ref[pl.ds(start, ROWS), :] = jnp.where(token < length, column_ref[pl.ds(start, ROWS), :], 0)
 
-            loop(cut)
-        loop(stage_rows)
+            in_rows(tokens, cut)
+        in_rows(tokens, stage_rows)
         place()
-        loop(lambda step: gradients(step, True))
+        in_rows(tokens, lambda start: gradients(start, True), reverse=True)
 
     if column_ref is None:
         plain_tile()
@@ -184,12 +178,12 @@ def _step(refs: dict, options: Options, tokens: int, rows: int, length: int, sha
 
 
 def conv_backward(
-    inputs: Inputs, dy: Float[Array, "B T C"], options: Options, *, interpret=False, tokens: int = 1024,
-    channels: int = 512, rows: int = ROWS,
-) -> tuple[Float[Array, "B T C"], Float[Array, "M W+1 C"]]:  # fmt: skip
-    """The gradients of x, in its dtype, and of taps and bias, float32: sums over tokens and each group's batch rows."""
+    inputs: Inputs, dy: Float[Array, "B T C"], options: Options, *, interpret=False, tiles: Tiles | None = None,
+) -> tuple[Float[Array, "B T C"], Float[Array, "M R C"]]:  # fmt: skip
+    """The gradients of x, in its dtype, and of taps and bias, float32: sums over tokens and each group's batch rows.
+    `tiles` says what a step takes at most."""
     batch, length, total = inputs.x.shape
-    tiles = Tiles.of(inputs.x, tokens, channels)
+    tiles = (tiles or TILES).fit(inputs.x)
     count, groups, width = tiles.count(length), tiles.channels // LANES, options.width
     scalars, arrays = common_arrays(inputs, options, tiles, lambda t: count - 1 - t, width - 1)
     arrays["dy"] = (dy, *arrays["x"][1:])
@@ -212,6 +206,6 @@ def conv_backward(
     share = batch // inputs.taps.shape[0]
     call = Call(scalars, arrays, outputs, scratch)
     dx, dtaps = call.run(
-        lambda refs: _step(refs, options, tiles.tokens, rows, length, share), "conv_backward", grid, interpret
+        lambda refs: _step(refs, options, tiles.tokens, length, share), "conv_backward", grid, interpret
     )
     return dx, dtaps

@@ -6,6 +6,7 @@ any row costs what an aligned one does. Almost every tile is plain: all of its t
 The others look at one bit a tap.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -21,10 +22,10 @@ VMEM = 48 * 2**20  # at most; the tiles below take less than a third of it
 
 
 class Inputs(NamedTuple):
-    """What both kernels read. M groups of B / M batch rows have taps of their own."""
+    """What both kernels read. M groups of B / M batch rows have taps of their own, R = W + 1 rows."""
 
     x: Float[Array, "B T C"]
-    taps: Float[Array, "M W+1 C"]  # oldest first, then the bias; float32; halved before a SiLU (see `activate`)
+    taps: Float[Array, "M R C"]  # oldest first, then the bias; float32; halved before a SiLU (see `activate`)
     past: Float[Array, "B 8 C"] | None  # the W − 1 inputs before the first real token in the last rows; float32
     bits: Int[Array, "B 1 T"] | None  # bit k: tap k back reads an input of the token's segment; bit 0: a real token
     first: Int[Array, " B"] | None  # the first real token, which `past` lies before; None is 0
@@ -44,13 +45,12 @@ class Tiles(NamedTuple):
     tokens: int
     channels: int
 
-    @classmethod
-    def of(cls, x, tokens: int, channels: int) -> "Tiles":
-        """Tokens: a multiple of 128, since `bits` has them in the lanes. Channels: the most, up to `channels`, that
-        divide C."""
-        _, length, total = x.shape
-        fits = max(size for size in range(LANES, channels + 1, LANES) if total % size == 0)
-        return cls(min(tokens, pl.cdiv(length, LANES) * LANES), fits)
+    def fit(self, x) -> "Tiles":
+        """No larger, for x [B T C]. Tokens: a multiple of 128, since `bits` has them in the lanes. Channels: the most
+        that divide C."""
+        _, length, channels = x.shape
+        fits = max(size for size in range(LANES, self.channels + 1, LANES) if channels % size == 0)
+        return Tiles(min(self.tokens, pl.cdiv(length, LANES) * LANES), fits)
 
     def count(self, length: int) -> int:
         """How many tiles a row of `length` tokens has."""
@@ -88,11 +88,25 @@ def in_pairs(groups: int) -> list[range]:
     return [range(g, min(g + 2, groups)) for g in range(0, groups, 2)]
 
 
-def stage(source_ref, scratch_ref, pair: range, start, rows: int, offset: int):
-    """Copy rows of two groups to the scratch."""
-    x = source_ref[pl.ds(start, rows), lanes(pair[0], len(pair))].astype(jnp.float32)
+def stage(x_ref, xs_ref, pair: range, start):
+    """Copy ROWS tokens of two groups to the scratch."""
+    x = x_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))].astype(jnp.float32)
     for i, g in enumerate(pair):
-        scratch_ref[g, pl.ds(start + offset, rows), :] = x[:, i * LANES : (i + 1) * LANES]
+        xs_ref[g, pl.ds(start + HALO, ROWS), :] = x[:, i * LANES : (i + 1) * LANES]
+
+
+def in_rows(tokens: int, body, unroll: int = 1, *, reverse: bool = False):
+    """`body(start)` for each ROWS tokens of a tile, the last first with `reverse`."""
+    steps = tokens // ROWS
+    unroll = math.gcd(unroll, steps)
+
+    def trip(i, _):
+        for u in range(unroll):
+            step = i * unroll + u
+            body(pl.multiple_of((steps - 1 - step if reverse else step) * ROWS, ROWS))
+        return 0
+
+    jax.lax.fori_loop(0, steps // unroll, trip, 0)
 
 
 def begin(xs_ref, past_ref, placed: bool):
@@ -120,11 +134,11 @@ def read_taps(taps_ref, group: int, options: Options) -> list:
     return [taps_ref[w : w + 1, lanes(group)] for w in range(options.width + options.bias)]
 
 
-def inputs_of(xs_ref, group: int, start, rows: int, bits, width: int) -> list:
-    """What each tap reads, oldest first: `width` arrays [rows 128]."""
+def inputs_of(xs_ref, group: int, start, bits, width: int) -> list:
+    """What each tap of ROWS tokens reads, oldest first: `width` arrays [ROWS 128]."""
     out = []
     for back in reversed(range(width)):
-        x = xs_ref[group, pl.ds(start + HALO - back, rows), :]
+        x = xs_ref[group, pl.ds(start + HALO - back, ROWS), :]
         out.append(x if bits is None else jnp.where(has(bits, back), x, 0))
     return out
 

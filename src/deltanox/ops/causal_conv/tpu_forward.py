@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from .tpu_common import (
+from .tpu_common import (  # fmt: skip
     HALO,
     LANES,
     ROWS,
@@ -24,15 +24,19 @@ from .tpu_common import (
     common_arrays,
     has,
     in_pairs,
+    in_rows,
     inputs_of,
     lanes,
     place_past,
     read_taps,
     stage,
-)  # fmt: skip
+)
+
+TILES = Tiles(tokens=1024, channels=1024)
+UNROLL = 4  # a trip's head and tail leave the vector units idle
 
 
-def _step(refs: dict, options: Options, tokens: int, rows: int):
+def _step(refs: dict, options: Options, tokens: int):
     """One tile."""
     x_ref, y_ref, xs_ref = refs["x"], refs["y"], refs["xs"]
     row, tile, tiles = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
@@ -50,57 +54,47 @@ def _step(refs: dict, options: Options, tokens: int, rows: int):
         if "first" in refs and "past" in refs:
             place_past(xs_ref, refs["past"], refs["first"][row] - tile * tokens, options.width)
 
-    def loop(body):
-        def at(i, _):
-            body(pl.multiple_of(i * rows, rows))
-            return 0
-
-        jax.lax.fori_loop(0, tokens // rows, at, 0)
-
-    def stage_all(start):
-        for pair in pairs:
-            stage(x_ref, xs_ref, pair, start, rows, HALO)
-
     def outputs(start, masked: bool):
-        bits = refs["column"][pl.ds(start, rows), :] if masked else None
+        bits = refs["column"][pl.ds(start, ROWS), :] if masked else None
         for pair in pairs:
+            if not masked:
+                stage(x_ref, xs_ref, pair, start)
             ys = []
             for g in pair:
-                y = combine(inputs_of(xs_ref, g, start, rows, bits, options.width), read_taps(refs["taps"], g, options))
+                y = combine(inputs_of(xs_ref, g, start, bits, options.width), read_taps(refs["taps"], g, options))
                 if options.activation == "silu":
                     y = y + y * jnp.tanh(y)
                 ys.append(jnp.where(has(bits, 0), y, 0) if masked else y)
-            y_ref[pl.ds(start, rows), lanes(pair[0], len(pair))] = jnp.concatenate(ys, axis=1).astype(y_ref.dtype)
+            y_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))] = jnp.concatenate(ys, axis=1).astype(y_ref.dtype)
 
-    def plain_body(start):
-        stage_all(start)
-        outputs(start, False)
+    def plain_tile():
+        in_rows(tokens, lambda start: outputs(start, False), UNROLL)
 
     if "bits" not in refs:
-        loop(plain_body)
+        plain_tile()
         return
     plain = refs["plain"][row * tiles + tile]
 
     @pl.when(plain == 1)
     def _():
         place()
-        loop(plain_body)
+        plain_tile()
 
     @pl.when(plain == 0)
     def _():
         columns(refs["bits"], refs["column"])
-        loop(stage_all)
+        for pair in pairs:
+            in_rows(tokens, lambda start, pair=pair: stage(x_ref, xs_ref, pair, start))
         place()
-        loop(lambda start: outputs(start, True))
+        in_rows(tokens, lambda start: outputs(start, True))
 
 
 def conv_forward(
-    inputs: Inputs, options: Options, *, interpret=False, tokens: int = 1024, channels: int = 1024, rows: int = ROWS
+    inputs: Inputs, options: Options, *, interpret=False, tiles: Tiles | None = None
 ) -> Float[Array, "B T C"]:
-    """The outputs, in x's dtype. `tokens` × `channels` is at most a step's tile, `rows` how many tokens a trip of the
-    loop inside has."""
+    """The outputs, in x's dtype. `tiles` says what a step takes at most."""
     batch, length, _ = inputs.x.shape
-    tiles = Tiles.of(inputs.x, tokens, channels)
+    tiles = (tiles or TILES).fit(inputs.x)
     scalars, arrays = common_arrays(inputs, options, tiles, lambda t: t, 0)
     outputs = {"y": (jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), *arrays["x"][1:])}
     scratch = {"xs": pltpu.VMEM((tiles.channels // LANES, HALO + tiles.tokens, LANES), jnp.float32)}
@@ -108,5 +102,5 @@ def conv_forward(
         scratch["column"] = pltpu.VMEM((tiles.tokens, LANES), jnp.int32)
     grid = (inputs.x.shape[2] // tiles.channels, batch, tiles.count(length))
     call = Call(scalars, arrays, outputs, scratch)
-    (y,) = call.run(lambda refs: _step(refs, options, tiles.tokens, rows), "conv_forward", grid, interpret)
+    (y,) = call.run(lambda refs: _step(refs, options, tiles.tokens), "conv_forward", grid, interpret)
     return y
