@@ -414,8 +414,3 @@ def test_refusals(unchecked, case):
 def test_step_refusals(unchecked):
     with pytest.raises(ValueError, match=r"causal_conv1d_step: `initial_state` must be \[\*B, W-1, C\] = \[2, 3, 5\]"):
         causal_conv1d_step(jnp.zeros((2, 5)), jnp.zeros((5, 4)), initial_state=jnp.zeros((2, 4, 5)))
-
-
-def test_pallas_is_not_built_yet():
-    with pytest.raises(NotImplementedError, match="'pallas' is not built yet: use 'auto' or 'xla'"):
-        causal_conv1d(jnp.zeros((1, 5)), jnp.zeros((5, 4)), implementation="pallas")

@@ -7,11 +7,9 @@ ACTIVATIONS = ("silu", None)
 
 
 def check_options(op: str, *, activation, implementation="auto") -> None:
-    """ValueError for options that don't exist, NotImplementedError for the one that is not built yet."""
+    """ValueError for options that don't exist."""
     require_choice(op, "activation", activation, ACTIVATIONS)
     require_choice(op, "implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "pallas":
-        raise NotImplementedError(f"{op}: implementation='pallas' is not built yet: use 'auto' or 'xla'")
 
 
 def check_weight(op: str, weight, bias, channels: int, received: str, *, names=("weight", "bias")) -> None:

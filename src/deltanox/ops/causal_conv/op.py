@@ -9,10 +9,12 @@ from jaxtyping import Array, Float
 from ..._types import Implementation, Mask, SegmentIds
 from .._dtypes import accumulator
 from .._segments import boundaries
+from .._validate import require
 from .inputs import check_options, check_shapes
 from .reference import reference
 from .shifted import activate, chunked, final_state
-from .vjp import xla
+from .tpu import reason_against
+from .vjp import conv
 
 
 def causal_conv1d(
@@ -44,7 +46,8 @@ def causal_conv1d(
             state lies right before it: outputs of real tokens, states and gradients of a padded call are those of the
             unpadded one.
         activation: "silu", or None.
-        implementation: see below. "auto" is "xla" where no TPU kernel is built.
+        implementation: see below. "auto" is "pallas" where it is compiled for a TPU and the kernels can take the
+            inputs, "xla" otherwise.
 
     Returns: `(y, final_state)`, both in x's dtype: final_state [*B W-1 C] holds the last W − 1 real inputs of the
         last segment, the initial state's among them where the row is shorter and still the first segment, zeros
@@ -55,10 +58,14 @@ def causal_conv1d(
     | "xla" | a sum of W shifted copies, with a hand-derived backward; only the inputs are kept | reverse mode, once |
     | "chunked" | the same pass, differentiated by JAX | forward and reverse mode, any number of times |
     | "reference" | token by token in float64 | reverse mode, once; all under jax_enable_x64 |
-    | "pallas" | TPU kernels | not built yet |
+    | "pallas" | one TPU kernel for each direction; only the inputs are kept | reverse mode, once |
 
-    Raises: ValueError with the argument, the shapes received and the remedy. NotImplementedError at a second
-        derivative of "xla", and for "pallas".
+    The TPU kernels take bfloat16 and float32, C a multiple of 128 and W up to 8, and sum in float32. On a CPU, "pallas"
+    interprets them, which is slow: for checks.
+
+    Raises: ValueError with the argument, the shapes received and the remedy; for "pallas" also with what the kernels
+        cannot take. NotImplementedError at a second derivative of "xla" and "pallas", and where "pallas" is compiled
+        for a platform that is neither TPU nor CPU.
 
     Source: the mixer of Qwen3-Next and Qwen3.5 (Hugging Face's `conv1d.weight` [C 1 W] without its middle axis).
     """
@@ -80,8 +87,16 @@ def causal_conv1d(
         start = jnp.zeros((x.shape[0], past, channels), x.dtype) if initial_state is None else initial_state
         y, state = reference(x, weight, bias, start, boundary, mask, activation)
     else:
-        engine = chunked if implementation == "chunked" else xla
-        y: Any = engine(x, weight, bias, initial_state, boundary, mask, activation)
+        arrays = (x, weight, bias, initial_state, boundary, mask)
+        if implementation == "chunked":
+            y: Any = chunked(*arrays, activation)
+        else:
+            against = None if implementation == "xla" else reason_against(x, weight)
+            require(
+                implementation != "pallas" or against is None,
+                f"{op}: implementation='pallas' cannot take these inputs: {against}; use 'auto' or 'xla'",
+            )
+            y = conv(*arrays, activation, "xla" if against else implementation)
         state = final_state(x, initial_state, boundary, mask, past)
     return y.reshape(*lead, length, channels), state.reshape(*lead, past, channels)
 

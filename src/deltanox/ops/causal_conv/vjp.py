@@ -10,14 +10,17 @@ column reductions, this one 100 ms. Rows are added in groups of eight, all taps 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._derivatives import once_differentiable
+from . import tpu
 from .shifted import place, preactivation, row, shifted, since_boundary, tap
+
+Engine = Literal["xla", "pallas", "auto"]
 
 GROUP = 8  # rows that are added in one pass
 
@@ -49,53 +52,76 @@ def once(f: Callable[[], Array], weight: Float[Array, "C W"]) -> Array:
     return jax.lax.platform_dependent(cpu=conditional, default=f)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def xla(x, weight, bias, past, boundary, mask, activation):
-    """`shifted`, with the backward pass below."""
-    return shifted(x, weight, bias, past, boundary, mask, activation)
+def xla_backward(x, weight, bias, past, boundary, mask, activation, dy):
+    """Gradients of x, weight, bias and past."""
+    width, accumulate = weight.shape[1], weight.dtype
+    if mask is not None:
+        dy = jnp.where(mask[..., None], dy, 0)
+    (x, past), unplace = jax.vjp(lambda x, past: place(x, past, mask), x, past)
+    since = since_boundary(boundary)
+
+    def through_silu():
+        pre = preactivation(x, weight, bias, past, since)
+        gate = jax.nn.sigmoid(pre)
+        return dy.astype(accumulate) * gate * (1 + pre * (1 - gate))
+
+    d = once(through_silu, weight) if activation == "silu" else dy.astype(accumulate)
+    length = d.shape[1]
+    dx: Any = 0
+    dpast: Any = 0
+    products = []
+    for back in reversed(range(width)):
+        products.append(d * tap(x, past, since, back).astype(accumulate))
+        # each token's cotangent goes `back` tokens to the left, and over the edge into the past
+        here = d if since is None or back == 0 else jnp.where((since >= back)[..., None], d, 0)
+        here = here * row(weight, back)
+        dx = dx + jnp.pad(here[:, back:], ((0, 0), (0, min(back, length)), (0, 0)))
+        if past is not None and back > 0:
+            edge, start = here[:, :back], width - 1 - back
+            dpast = dpast + jnp.pad(edge, ((0, 0), (start, width - 1 - start - edge.shape[1]), (0, 0)))
+    if past is not None:
+        dpast = jnp.zeros_like(past) if width == 1 else dpast.astype(past.dtype)
+    dx, dpast = unplace((dx.astype(x.dtype), dpast if past is not None else None))
+    sums = sum_rows(products if bias is None else [*products, d])
+    return dx, jnp.stack(sums[:width], axis=-1), None if bias is None else sums[width], dpast
 
 
-def forward(x, weight, bias, past, boundary, mask, activation):
-    # not `xla` itself: forward mode over this pass must reach the sentence in `gradients`
-    return shifted(x, weight, bias, past, boundary, mask, activation), (x, weight, bias, past, boundary, mask)
+def _run(engine: Engine, xla: Callable, kernels: Callable, *arrays):
+    """One pass on the engine's side: of "auto", the kernels where it is compiled for a TPU."""
+    if engine == "auto":
+        compiled = partial(kernels, by=lambda kernel, _: partial(kernel, interpret=False))
+        return jax.lax.platform_dependent(*arrays, tpu=compiled, default=xla)
+    return (kernels if engine == "pallas" else xla)(*arrays)
 
 
-def backward(activation, saved, dy):
-    @once_differentiable("xla", "use implementation='chunked'")
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def conv(x, weight, bias, past, boundary, mask, activation, engine: Engine):
+    """`shifted`, with the backward pass above, or both as TPU kernels."""
+
+    def xla(*arrays):
+        return shifted(*arrays, activation)
+
+    return _run(engine, xla, partial(tpu.forward, activation=activation), x, weight, bias, past, boundary, mask)
+
+
+def forward(x, weight, bias, past, boundary, mask, activation, engine):
+    # not `conv` itself: forward mode over this pass must reach the sentence in `gradients`
+    out = conv.fun(x, weight, bias, past, boundary, mask, activation, engine)
+    return out, (x, weight, bias, past, boundary, mask)
+
+
+def backward(activation, engine, saved, dy):
+    @once_differentiable("pallas" if engine == "pallas" else "xla", "use implementation='chunked'")
     def gradients(saved, dy):
-        x, weight, bias, past, boundary, mask = saved
-        width, accumulate = weight.shape[1], weight.dtype
-        if mask is not None:
-            dy = jnp.where(mask[..., None], dy, 0)
-        (x, past), unplace = jax.vjp(lambda x, past: place(x, past, mask), x, past)
-        since = since_boundary(boundary)
+        def xla(*arrays):
+            return xla_backward(*arrays[:-1], activation, arrays[-1])
 
-        def through_silu():
-            pre = preactivation(x, weight, bias, past, since)
-            gate = jax.nn.sigmoid(pre)
-            return dy.astype(accumulate) * gate * (1 + pre * (1 - gate))
+        def kernels(*arrays, **options):
+            return tpu.backward(*arrays[:-1], activation, arrays[-1], **options)
 
-        d = once(through_silu, weight) if activation == "silu" else dy.astype(accumulate)
-        length = d.shape[1]
-        dx: Any = 0
-        dpast: Any = 0
-        products = []
-        for back in reversed(range(width)):
-            products.append(d * tap(x, past, since, back).astype(accumulate))
-            # each token's cotangent goes `back` tokens to the left, and over the edge into the past
-            here = d if since is None or back == 0 else jnp.where((since >= back)[..., None], d, 0)
-            here = here * row(weight, back)
-            dx = dx + jnp.pad(here[:, back:], ((0, 0), (0, min(back, length)), (0, 0)))
-            if past is not None and back > 0:
-                edge, start = here[:, :back], width - 1 - back
-                dpast = dpast + jnp.pad(edge, ((0, 0), (start, width - 1 - start - edge.shape[1]), (0, 0)))
-        if past is not None:
-            dpast = jnp.zeros_like(past) if width == 1 else dpast.astype(past.dtype)
-        dx, dpast = unplace((dx.astype(x.dtype), dpast if past is not None else None))
-        sums = sum_rows(products if bias is None else [*products, d])
-        return dx, jnp.stack(sums[:width], axis=-1), None if bias is None else sums[width], dpast
+        return _run(engine, xla, kernels, *saved, dy)
 
     return *gradients(saved, dy), None, None
 
 
-xla.defvjp(forward, backward)
+conv.defvjp(forward, backward)

@@ -1,0 +1,106 @@
+r"""The forward kernel: one pass over [B T C] as it lies, a tile of tokens and a block of channels a step.
+
+Tiles of a row follow one another, and the last tokens of one are carried to the next in the scratch. With h half of the
+sum before the activation, SiLU is h + h tanh h: one transcendental, and its absolute error is a few ulps of h.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from .tpu_common import (  # fmt: skip
+    HALO,
+    LANES,
+    ROWS,
+    Call,
+    Inputs,
+    Options,
+    Tiles,
+    begin,
+    columns,
+    combine,
+    common_arrays,
+    has,
+    in_pairs,
+    in_rows,
+    inputs_of,
+    lanes,
+    place_past,
+    read_taps,
+    stage,
+)
+
+TILES = Tiles(tokens=1024, channels=1024)
+UNROLL = 4  # a trip's head and tail leave the vector units idle
+
+
+def _step(refs: dict, options: Options, tokens: int):
+    """One tile."""
+    x_ref, y_ref, xs_ref = refs["x"], refs["y"], refs["xs"]
+    row, tile, tiles = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
+    pairs = in_pairs(xs_ref.shape[0])
+
+    @pl.when(tile == 0)
+    def _():
+        begin(xs_ref, refs.get("past"), "first" in refs)
+
+    @pl.when(tile > 0)
+    def _():
+        xs_ref[:, :HALO, :] = xs_ref[:, tokens:, :]
+
+    def place():
+        if "first" in refs and "past" in refs:
+            place_past(xs_ref, refs["past"], refs["first"][row] - tile * tokens, options.width)
+
+    def outputs(start, masked: bool):
+        bits = refs["column"][pl.ds(start, ROWS), :] if masked else None
+        for pair in pairs:
+            if not masked:
+                stage(x_ref, xs_ref, pair, start)
+            ys = []
+            for g in pair:
+                y = combine(inputs_of(xs_ref, g, start, bits, options.width), read_taps(refs["taps"], g, options))
+                if options.activation == "silu":
+                    y = y + y * jnp.tanh(y)
+                ys.append(jnp.where(has(bits, 0), y, 0) if masked else y)
+            y_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))] = jnp.concatenate(ys, axis=1).astype(y_ref.dtype)
+
+    def plain_tile():
+        in_rows(tokens, lambda start: outputs(start, False), UNROLL)
+
+    if "bits" not in refs:
+        plain_tile()
+        return
+    plain = refs["plain"][row * tiles + tile]
+
+    @pl.when(plain == 1)
+    def _():
+        place()
+        plain_tile()
+
+    @pl.when(plain == 0)
+    def _():
+        columns(refs["bits"], refs["column"])
+        for pair in pairs:
+            in_rows(tokens, lambda start, pair=pair: stage(x_ref, xs_ref, pair, start))
+        place()
+        in_rows(tokens, lambda start: outputs(start, True))
+
+
+def conv_forward(
+    inputs: Inputs, options: Options, *, interpret=False, tiles: Tiles | None = None
+) -> Float[Array, "B T C"]:
+    """The outputs, in x's dtype. `tiles` says what a step takes at most."""
+    batch, length, _ = inputs.x.shape
+    tiles = (tiles or TILES).fit(inputs.x)
+    scalars, arrays = common_arrays(inputs, options, tiles, lambda t: t, 0)
+    outputs = {"y": (jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), *arrays["x"][1:])}
+    scratch = {"xs": pltpu.VMEM((tiles.channels // LANES, HALO + tiles.tokens, LANES), jnp.float32)}
+    if inputs.bits is not None:
+        scratch["column"] = pltpu.VMEM((tiles.tokens, LANES), jnp.int32)
+    grid = (inputs.x.shape[2] // tiles.channels, batch, tiles.count(length))
+    call = Call(scalars, arrays, outputs, scratch)
+    (y,) = call.run(lambda refs: _step(refs, options, tiles.tokens), "conv_forward", grid, interpret)
+    return y
