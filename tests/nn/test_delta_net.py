@@ -316,8 +316,8 @@ def test_options_reach_the_op(getkey, implementation):
     assert other.conv.implementation == other.implementation == implementation
     assert rel(run(other, x)[0], run(plain, x)[0]) < 1e-5
     assert rel(run(tuned, x)[0], run(plain, x)[0]) < 5e-2
-    with pytest.raises(NotImplementedError, match="GatedDeltaNet: implementation='pallas' is not built yet"):
-        GatedDeltaNet(7, **SIZES, implementation="pallas", key=key)
+    with pytest.raises(ValueError, match="implementation='pallas' cannot take these inputs"):
+        run(GatedDeltaNet(7, **SIZES, implementation="pallas", key=key), x)
 
 
 def test_refusals(getkey):

@@ -65,8 +65,10 @@ def test_empty_sequence():
         op(jnp.ones((2, 0, 3, 4)), jnp.ones((2, 0, 3, 4)), jnp.ones((2, 0, 6, 5)), None, jnp.ones((2, 0, 6)))
 
 
-def test_pallas_is_not_built_yet():
-    with pytest.raises(NotImplementedError, match="'pallas' is not built yet: use 'auto' or 'xla'"):
+def test_pallas_says_what_it_cannot_take():
+    with pytest.raises(
+        ValueError, match="implementation='pallas' cannot take these inputs: head sizes must be 64, 128"
+    ):
         op(*good().values(), implementation="pallas")
 
 

@@ -83,7 +83,7 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
 def check_options(
     op: str, *, chunk_size, implementation, precision, state_dtype, residuals, scale=None, l2norm_eps=1e-6
 ) -> None:
-    """Raise ValueError unless the options are ones that exist, NotImplementedError for those that are not built yet."""
+    """Raise ValueError unless the options are ones that exist."""
     whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
     require(
         whole and chunk_size >= 1 and chunk_size & (chunk_size - 1) == 0,

@@ -59,13 +59,14 @@ def gated_delta_rule(
         use_qk_l2norm: normalise q and k in float32, x · rsqrt(Σ x² + l2norm_eps), in both directions. Without it,
             keys of norm 1 are expected.
         chunk_size: tokens a chunk, a power of two.
-        implementation: see below. "auto" is "xla" where no TPU kernel is built.
+        implementation: see below.
         precision: of the matrix products on an accelerator ("default": one bfloat16 or TF32 pass, "high": three,
             "highest": float32).
-            By default "highest" for float32 inputs and "default" below. The inverse inside a chunk is always "highest".
-        state_dtype: dtype in which states are kept between the chunks for the backward pass; the recurrence itself is
-            float32.
-        residuals: what the forward pass keeps for the backward pass of "xla".
+            By default "highest" for float32 inputs and "default" below. XLA's code inverts inside a chunk in "highest"
+            always; the kernels' "high" is three passes everywhere.
+        state_dtype: dtype to which states are rounded between chunks, and in which they are kept for the backward pass;
+            all else of the recurrence is float32.
+        residuals: what the forward pass keeps for the backward pass of "xla" and "pallas".
 
     Returns: `(out, final_state)`: out in v's dtype; final_state, after the last segment's last token, in float32
     (float64 for
@@ -76,11 +77,16 @@ def gated_delta_rule(
     | "xla" | chunks, with the hand-derived backward; states kept every n chunks | reverse mode, once |
     | "chunked" | the same forward, differentiated by JAX | forward and reverse mode, any number of times |
     | "reference" | the recurrence above, token by token, in float64 | with JAX's x64 on: all; off: reverse mode, once |
-    | "pallas" | TPU kernels | not built yet |
+    | "pallas" | TPU kernels, forward and backward; interpreted on a CPU, an error elsewhere | reverse mode, once |
+    | "auto" | the kernels where a TPU is compiled for and they can take the inputs, else "xla" | reverse mode, once |
+
+    The kernels take float32 and bfloat16, head sizes of 64, 128 and 256 and any numbers of heads, and keep states at
+    multiples of 128 tokens (`chunk_size` × `residuals.states_every`); their own chunk is 128 tokens.
 
     Raises: ValueError with the argument, the shapes received and the remedy, for all that shapes and dtypes can tell;
-        `check_inputs` looks at values. NotImplementedError at a second derivative of "xla" (and of "reference" with
-        x64 off), and for "pallas".
+        `check_inputs` looks at values; for "pallas" also with what the kernels cannot take. NotImplementedError at a
+        second derivative of "xla" and "pallas" (and of "reference" with x64 off), and where "pallas" is compiled for
+        anything but a TPU or a CPU.
 
     Source: Yang, Kautz, Hatamizadeh, arXiv:2412.06464; as in Qwen3-Next and Qwen3.5.
     """
@@ -146,7 +152,7 @@ def choose(op: str, implementation: str, inputs: Inputs, options: Options, value
     inputs, "pallas" says why they can't."""
     reason = unsupported(inputs, options, value_size)
     if implementation == "pallas" and reason is not None:
-        raise ValueError(f"{op}: implementation='pallas' cannot take these inputs: {reason}")
+        raise ValueError(f"{op}: implementation='pallas' cannot take these inputs: {reason}; or use 'auto' or 'xla'")
     engine = "xla" if implementation == "auto" and reason is not None else implementation
     return options._replace(engine=engine)
 

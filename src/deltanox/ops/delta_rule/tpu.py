@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._platform import fold_batch
 from .chunked import RESET, Options
 from .tiling import CHUNK, Problem, budget, choose
 from .tpu_backward import backward
@@ -71,8 +70,8 @@ def _rows(inputs: Inputs) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]
     return jnp.swapaxes(g, 1, 2), jnp.swapaxes(beta, 1, 2)
 
 
-def _tiling(kernel: str, inputs: Inputs, state_shape: tuple[int, ...], options: Options, keep: bool = True):
-    """The kernel's tiling and its options."""
+def _settings(kernel: str, inputs: Inputs, state_shape: tuple[int, ...], options: Options, keep: bool = True):
+    """The kernel's tiling and options."""
     heads, value_size = state_shape[1], state_shape[3]
     every = options.chunk_size * options.residuals.states_every // CHUNK
     length, width = inputs.g.shape[1], inputs.arrays[0].dtype.itemsize
@@ -82,53 +81,40 @@ def _tiling(kernel: str, inputs: Inputs, state_shape: tuple[int, ...], options: 
     )  # fmt: skip
     tiling = choose(kernel, problem)
     every = min(every, -(-length // CHUNK))
-    settings = dict(
+    return dict(
         tiling=tiling, scale=options.scale, eps=options.l2norm_eps, precision=options.precision, every=every,
         vmem=budget(),
     )  # fmt: skip
-    return settings
 
 
 @functools.partial(jax.jit, static_argnames=("options", "keep", "interpret"))
 def run(inputs: Inputs, state: Float[Array, "B H K V"], *, options: Options, keep: bool, interpret: bool):
     """Output [B T H V], final state and the states before every n-th chunk [B N H K V] (with `keep`)."""
-
-    @fold_batch
-    def launch(inputs, state):
-        heads, value_size = state.shape[1], state.shape[3]
-        out, final, states = forward(
-            *_columns(inputs, state, options), *_rows(inputs), state,
-            **_tiling("forward", inputs, state.shape, options, keep), keep=keep, kept_dtype=options.state_dtype,
-            interpret=interpret,
-        )  # fmt: skip
-        return out.reshape(*out.shape[:2], heads, value_size), final, states
-
-    return launch(inputs, state)
+    heads, value_size = state.shape[1], state.shape[3]
+    out, final, states = forward(
+        *_columns(inputs, state, options), *_rows(inputs), state,
+        **_settings("forward", inputs, state.shape, options, keep), keep=keep, kept_dtype=options.state_dtype,
+        interpret=interpret,
+    )  # fmt: skip
+    return out.reshape(*out.shape[:2], heads, value_size), final, states
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def gradients(inputs: Inputs, states, out_bar, state_bar, *, options: Options, interpret: bool):
     """Cotangents of the arrays, of g and beta, and of the initial state."""
-
-    @fold_batch
-    def launch(inputs, states, out_bar, state_bar):
-        mask = inputs.mask
-        if mask is not None:
-            out_bar = jnp.where(mask[..., None, None], out_bar, 0)
-        q, k, v, g, beta, before = backward(
-            *_columns(inputs, state_bar, options), *_rows(inputs), states,
-            out_bar.reshape(*out_bar.shape[:2], -1), state_bar,
-            **_tiling("backward", inputs, state_bar.shape, options), interpret=interpret,
-        )  # fmt: skip
-        g, beta = jnp.swapaxes(g, 1, 2), jnp.swapaxes(beta, 1, 2)
-        if len(inputs.arrays) == 1:
-            arrays = (jnp.concatenate([q, k, v], axis=-1),)
-        else:
-            arrays = tuple(x.reshape(like.shape) for x, like in zip((q, k, v), inputs.arrays))
-        if mask is not None:
-            g, beta, *arrays = (
-                jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0) for x in (g, beta, *arrays)
-            )
-        return tuple(arrays), g, beta, before
-
-    return launch(inputs, states, out_bar, state_bar)
+    mask = inputs.mask
+    if mask is not None:
+        out_bar = jnp.where(mask[..., None, None], out_bar, 0)
+    q, k, v, g, beta, before = backward(
+        *_columns(inputs, state_bar, options), *_rows(inputs), states,
+        out_bar.reshape(*out_bar.shape[:2], -1), state_bar,
+        **_settings("backward", inputs, state_bar.shape, options), interpret=interpret,
+    )  # fmt: skip
+    g, beta = jnp.swapaxes(g, 1, 2), jnp.swapaxes(beta, 1, 2)
+    if len(inputs.arrays) == 1:
+        arrays = (jnp.concatenate([q, k, v], axis=-1),)
+    else:
+        arrays = tuple(x.reshape(like.shape) for x, like in zip((q, k, v), inputs.arrays))
+    if mask is not None:
+        g, beta, *arrays = (jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0) for x in (g, beta, *arrays))
+    return tuple(arrays), g, beta, before

@@ -81,7 +81,8 @@ def _kernel(
         if every > 1:
             for h in of:
                 ended = split(written[:, h : h + 1] * new[h], parts.new)
-                running[h] = gate.start[h : h + 1, size - 1 : size] * state[h] + product(keys_t[h // ratio], ended)
+                after = gate.start[h : h + 1, size - 1 : size] * state[h] + product(keys_t[h // ratio], ended)
+                running[h] = after.astype(states_ref.dtype).astype(jnp.float32)
         return 0
 
     jax.lax.fori_loop(0, chunks, forward, 0)
@@ -160,6 +161,11 @@ def _kernel(
             for h in of
         ]
         rate_bar = [jnp.sum(jnp.where(tri.lower, z[h], 0.0), axis=0, keepdims=True) + end_bar[h] for h in of]
+        if precision != "default":
+            # dR is β (Aᵀ dO + diag(d) K dS' − Wᵀ dR): where β isn't zero, dβ is a single sum in which nothing cancels
+            direct = [product(ones, split(new[h] * rest_bar[h], exact), (1, 1))[:1] for h in of]
+            rate = [gate.rate[h : h + 1] for h in of]
+            rate_bar = [jnp.where(r == 0, x, y / jnp.where(r == 0, 1.0, r)) for r, x, y in zip(rate, rate_bar, direct)]
         p = [split(jnp.where(tri.strict, z[h], 0.0) * gate.rate[h : h + 1], exact) for h in of]
         before_ones = (tri.strict_ones.T,)  # j < l
         before = [product(x, before_ones) for x in p]

@@ -23,6 +23,7 @@ def _kernel(
     q_ref, k_ref, v_ref, g_ref, rate_ref, state_ref, out_ref, final_ref, states_ref, carry,
     *, tiling: Tiling, ratio: int, length: int, scale: float, eps: float | None, precision: str, every: int,
     valid: bool,
+    kept_dtype,
 ):  # fmt: skip
     """A tile of tokens for some key heads. `carry` [heads, K, V] is the state, kept from tile to tile."""
     size, chunks, key_count = CHUNK, tiling.chunks, tiling.key_heads
@@ -76,7 +77,8 @@ def _kernel(
         for h in of:
             ended = split(written[:, h : h + 1] * new[h], parts.new)
             whole = gate.start[h : h + 1, size - 1 : size]
-            carry[h] = whole * state[h] + product(keys_t[h // ratio], ended)
+            after = whole * state[h] + product(keys_t[h // ratio], ended)
+            carry[h] = after.astype(kept_dtype).astype(jnp.float32)
         return 0
 
     jax.lax.fori_loop(0, chunks, chunk, 0)
@@ -135,7 +137,7 @@ def forward(
         out_shape.append(jax.ShapeDtypeStruct((batch, -(-chunks // every), v.heads, q.size, v.size), kept_dtype))
     kernel = functools.partial(
         _kernel, tiling=tiling, ratio=ratio, length=length, scale=scale, eps=eps, precision=precision, every=every,
-        valid=pad == 0,
+        valid=pad == 0, kept_dtype=kept_dtype,
     )  # fmt: skip
     if not keep:
         body = kernel
