@@ -54,28 +54,31 @@ class Problem:
 
 
 def vmem_bytes(kernel: str, tiling: Tiling, p: Problem) -> int:
-    """Bytes of VMEM: blocks twice (one is computed on while the next one arrives), scratch once, and what the compiler
-    spills of a chunk's matrices."""
-
-    def lanes(size):
-        return -(-size // 128) * 128
-
+    """Bytes of VMEM that a kernel asks for: its blocks twice (one is computed on while the next one arrives) and its
+    scratch. What the compiler spills comes on top, see `spill_bytes`."""
     heads = tiling.key_heads * p.heads // p.key_heads
-    keys, values = (lanes(n * size) for n, size in ((tiling.key_heads, p.key_size), (heads, p.value_size)))
-    state = heads * p.key_size * lanes(p.value_size)
+    keys, values = (_lanes(n * size) for n, size in ((tiling.key_heads, p.key_size), (heads, p.value_size)))
+    state = heads * p.key_size * _lanes(p.value_size)
     gates = 2 * -(-heads // 8) * 8 * tiling.tile * 4
-    square = heads * CHUNK * CHUNK
-    chunk_values = heads * CHUNK * lanes(p.value_size)
     if kernel == "forward":
         kept = max(tiling.chunks // p.every, 1) * state * p.kept
         blocks = tiling.tile * (2 * keys + 2 * values) * p.width + gates + 2 * state * 4 + kept
-        scratch, spilled = state * 4, 6 * square * 4 + 2 * chunk_values * 4
-    else:
-        blocks = tiling.tile * (4 * keys + 3 * values) * p.width + 2 * gates + 2 * state * 4
-        blocks += (tiling.chunks // p.every) * state * p.kept
-        scratch = 2 * state * 4 + tiling.chunks * (state * 4 + chunk_values * 4 + square * (2 if p.narrow else 4))
-        spilled = 10 * square * 4 + 6 * chunk_values * 4
-    return 2 * blocks + scratch + spilled
+        return 2 * blocks + state * 4
+    kept = tiling.chunks // p.every * state * p.kept
+    blocks = tiling.tile * (4 * keys + 3 * values) * p.width + 2 * gates + 2 * state * 4 + kept
+    triangles, new = heads * CHUNK * CHUNK, heads * CHUNK * _lanes(p.value_size)
+    return 2 * blocks + 2 * state * 4 + tiling.chunks * ((state + new) * 4 + triangles * (2 if p.narrow else 4))
+
+
+def spill_bytes(kernel: str, tiling: Tiling, p: Problem) -> int:
+    """About what the compiler spills: the matrices of a chunk that stages hand on, for all heads of a step."""
+    heads = tiling.key_heads * p.heads // p.key_heads
+    squares, rows = (6, 2) if kernel == "forward" else (10, 6)
+    return heads * CHUNK * (squares * CHUNK + rows * _lanes(p.value_size)) * 4
+
+
+def _lanes(size: int) -> int:
+    return -(-size // 128) * 128
 
 
 def budget() -> int:
