@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 _refused = Primitive("tpu_kernel_refused")
 _refused.multiple_results = True
-_refused.def_abstract_eval(lambda *_, outputs, op: [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs])
+_refused.def_abstract_eval(lambda *_, outputs, op: [ShapedArray(x.shape, x.dtype) for x in outputs])
 
 
 def _refuse(context, *_, outputs, op):
@@ -48,7 +50,7 @@ def folded(launch: Callable) -> Callable:
 
     Arrays and results may be trees. The kernel never sees another rank; what was not mapped is repeated.
     """
-    mapped = jax.custom_batching.custom_vmap(launch)
+    mapped = custom_vmap(launch)
 
     @mapped.def_vmap
     def rule(size: int, batched: Any, *arrays):

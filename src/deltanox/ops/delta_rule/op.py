@@ -118,7 +118,7 @@ def apply(
     dtype = arrays[0].dtype
     accumulate = accumulator(dtype)
 
-    def flat(x, axes):
+    def flat(x, axes) -> Any:
         return None if x is None else x.reshape(-1, *x.shape[x.ndim - axes :])
 
     g = jnp.zeros(beta.shape, accumulate) if g is None else g.astype(accumulate)
@@ -137,13 +137,15 @@ def apply(
         factor, l2norm_eps, chunk_size, precision, jnp.dtype(state_dtype), residuals, key_heads, key_size, "xla"
     )
     if implementation in ("reference", "chunked"):
-        *tokens, boundary, mask = unmerged(inputs, heads, options)
+        tokens = unmerged(inputs, heads, options)
+        arguments = (*tokens[:5], state, *tokens[5:])
         if implementation == "chunked":
-            out, state = chunked(*tokens, state, boundary, mask, options)
+            out, state = chunked(*arguments, options)
         else:
-            out, state = reference(*tokens, state, boundary, mask, scale=factor, l2norm_eps=l2norm_eps)
+            out, state = reference(*arguments, scale=factor, l2norm_eps=l2norm_eps)
     else:
-        out, state = rule(choose(op, implementation, inputs, options, value_size), inputs, state)
+        values: Any = rule(choose(op, implementation, inputs, options, value_size), inputs, state)
+        out, state = values
     return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
 
 

@@ -1,7 +1,7 @@
 """From the op's arguments to the TPU kernels and back: gates as rows, columns of merged arrays, a tiling."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def _rows(inputs: Inputs) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]
     return jnp.swapaxes(g, 1, 2), jnp.swapaxes(beta, 1, 2)
 
 
-def _settings(kernel: str, inputs: Inputs, state_shape: tuple[int, ...], options: Options, keep: bool = True):
+def _settings(kernel: str, inputs: Inputs, state_shape, options: Options, keep: bool = True) -> dict[str, Any]:
     """The kernel's tiling and options."""
     heads, value_size = state_shape[1], state_shape[3]
     every = options.chunk_size * options.residuals.states_every // CHUNK
@@ -88,7 +88,7 @@ def _settings(kernel: str, inputs: Inputs, state_shape: tuple[int, ...], options
 
 
 @functools.partial(jax.jit, static_argnames=("options", "keep", "interpret"))
-def run(inputs: Inputs, state: Float[Array, "B H K V"], *, options: Options, keep: bool, interpret: bool):
+def run(inputs: Inputs, state: Float[Array, "B H K V"], *, options: Options, keep: bool, interpret: Any):
     """Output [B T H V], final state and the states before every n-th chunk [B N H K V] (with `keep`)."""
     heads, value_size = state.shape[1], state.shape[3]
     out, final, states = forward(
@@ -100,7 +100,7 @@ def run(inputs: Inputs, state: Float[Array, "B H K V"], *, options: Options, kee
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def gradients(inputs: Inputs, states, out_bar, state_bar, *, options: Options, interpret: bool):
+def gradients(inputs: Inputs, states, out_bar, state_bar, *, options: Options, interpret: Any):
     """Cotangents of the arrays, of g and beta, and of the initial state."""
     mask = inputs.mask
     if mask is not None:

@@ -14,6 +14,7 @@ and dg from the pairs Z diag(β) below the diagonal, from c and from d, as in `b
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,10 @@ def _kernel(
             return x
         left = length - tile * tiling.tile - i * size
         return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < left, x, jnp.zeros_like(x))
+
+    def over_heads(xs):
+        """The sums over each key head's value heads."""
+        return [functools.reduce(jnp.add, xs[j * ratio : (j + 1) * ratio]) for j in range(key_count)]
 
     def local(i, tri):
         """What the tokens of chunk i give."""
@@ -112,9 +117,8 @@ def _kernel(
         ys = [product(out_bars[h], news[h], (1, 1)) for h in of]
         with_rate = [pairs[h] * gate.rate[h : h + 1] for h in of]
         z = [pairs[h] * (xs[h] * of_key[h].gram + ys[h] * of_key[h].read) for h in of]
-        gram_bar = [sum((with_rate[h] * xs[h])[None] for h in of if h // ratio == j)[0] for j in range(key_count)]
-        read_bar = [sum((with_rate[h] * ys[h])[None] for h in of if h // ratio == j)[0] for j in range(key_count)]
-        gram_bar = [jnp.where(tri.strict, x, 0.0) for x in gram_bar]
+        gram_bar = [jnp.where(tri.strict, x, 0.0) for x in over_heads([a * b for a, b in zip(with_rate, xs)])]
+        read_bar = over_heads([a * b for a, b in zip(with_rate, ys)])
         read_bar = [split(jnp.where(tri.lower, x, 0.0), parts.new) for x in read_bar]
 
         # the state
@@ -131,19 +135,15 @@ def _kernel(
 
         # keys and queries
         ended = [split(written[:, h : h + 1] * new[h], parts.new) for h in of]
-        both_bar = [product(met_bars[h], split(state[h], parts.state), (1, 1)) for h in of]
-        ended_bar = [product(ended[h], afters[h], (1, 1)) for h in of]
+        both_bar = over_heads([product(met_bars[h], split(state[h], parts.state), (1, 1)) for h in of])
+        ended_bar = over_heads([product(ended[h], afters[h], (1, 1)) for h in of])
         for j in range(key_count):
-            mine = [h for h in of if h // ratio == j]
-            total, more = both_bar[mine[0]], ended_bar[mine[0]]
-            for h in mine[1:]:
-                total, more = total + both_bar[h], more + ended_bar[h]
-            key = keys[j]
+            total, more, key = both_bar[j], ended_bar[j], keys[j]
             queries = split(key.q, parts.keys)
             symmetric = split(gram_bar[j] + gram_bar[j].T, parts.new)
             k_bar = total[:size] + more + product(symmetric, key.keys) + product(read_bar[j], queries, (0, 0))
             q_bar = (total[size:] + product(read_bar[j], key.keys)) * scale
-            if key.k_norm is not None:
+            if key.k_norm is not None and key.q_norm is not None:
                 unit = key.q * (1.0 / scale)
                 k_bar = key.k_norm * (k_bar - key.k * jnp.sum(key.k * k_bar, axis=1, keepdims=True))
                 q_bar = key.q_norm * (q_bar - unit * jnp.sum(unit * q_bar, axis=1, keepdims=True))
@@ -200,7 +200,7 @@ def backward(
     precision: str,
     every: int,
     vmem: int,
-    interpret: bool,
+    interpret: Any,
 ) -> tuple:
     """Cotangents of q, k, v [B, T, heads · size] in their dtype, of g and rate [B, H, T], of the initial state."""
     batch, length = q.array.shape[:2]

@@ -72,7 +72,8 @@ def product(xs: tuple[Array, ...], ys: tuple[Array, ...], dims: tuple[int, int] 
 
 
 def iotas(size: int) -> tuple[Array, Array]:
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return row, column
 
 
 class Triangles(NamedTuple):

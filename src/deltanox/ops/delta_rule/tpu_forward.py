@@ -8,6 +8,7 @@ With U = (I + strict(Γ ∘ K Kᵀ) diag(β))^-1, so that T diag(β) = diag(β) 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +105,7 @@ def forward(
     keep: bool,
     kept_dtype,
     vmem: int,
-    interpret: bool,
+    interpret: Any,
 ) -> tuple[Float[Array, "B T HV"], Float[Array, "B H K V"], Float[Array, "B N H K V"] | None]:
     """Output, final state and, with `keep`, the states before every n-th chunk in `kept_dtype`."""
     batch, length = q.array.shape[:2]
@@ -142,7 +143,7 @@ def forward(
     if not keep:
         body = kernel
         kernel = lambda *refs: body(*refs[:8], None, refs[8])  # noqa: E731
-    result = pl.pallas_call(
+    out, final, *states = pl.pallas_call(
         kernel,
         grid=(batch, steps, tiles),
         in_specs=[columns(q, tiling.key_heads), columns(k, tiling.key_heads), columns(v, heads), row, row, whole],
@@ -155,4 +156,4 @@ def forward(
         interpret=interpret,
         name="gdn_forward",
     )(q.array, k.array, v.array, g, rate, state)
-    return (*result, None)[:3]
+    return out, final, states[0] if keep else None

@@ -48,11 +48,10 @@ def _run_xla(inputs: Inputs, initial_state, *, options: Options, keep: bool):
 
     def group(state, tokens):
         after, out, t = forward(tokens, state, options)
-        kept = (returned(state).astype(kept_dtype), t if options.residuals.t_inv == "save" else None) if keep else None
-        return after, (out, kept)
+        t = t if keep and options.residuals.t_inv == "save" else None
+        return after, (out, returned(state).astype(kept_dtype) if keep else None, t)
 
-    state, (out, kept) = jax.lax.scan(group, carried(initial_state, tokens.k.shape[2]), split(tokens, p))
-    states, t_inv = kept if keep else (None, None)
+    state, (out, states, t_inv) = jax.lax.scan(group, carried(initial_state, tokens.k.shape[2]), split(tokens, p))
     return join(out, p), returned(state), None if states is None else jnp.moveaxis(states, 0, 1), t_inv
 
 
@@ -89,12 +88,11 @@ def _once(options: Options):
 def _forward(options: Options, inputs: Inputs, initial_state):
     run = functools.partial(_run, options, keep=True)
     # XLA's code could be differentiated here, the kernels cannot: the sentence comes first
-    out, state, states, t_inv = (run if options.engine == "xla" else _once(options)(run))(inputs, initial_state)
-    name = lambda x, name: None if x is None else checkpoint_name(x, name)  # noqa: E731
-    out = name(out, "gdn_out")
-    saved = Saved(
-        name(states, "gdn_states"), name(t_inv, "gdn_t_inv"), out if options.residuals.out == "save" else None
-    )
+    run = run if options.engine == "xla" else _once(options)(run)
+    out, state, states, t_inv = run(inputs, initial_state)
+    out, states = checkpoint_name(out, "gdn_out"), checkpoint_name(states, "gdn_states")
+    t_inv = None if t_inv is None else checkpoint_name(t_inv, "gdn_t_inv")
+    saved = Saved(states, t_inv, out if options.residuals.out == "save" else None)
     return (out, state), (inputs, saved)
 
 
