@@ -1,7 +1,6 @@
 """The mixer, its convolution and its rule against transformers' own, with copied weights."""
 
-import importlib.util
-import pathlib
+import importlib
 
 import equinox as eqx
 import jax
@@ -9,28 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hf
 from deltanox.nn import GatedDeltaNet
 from deltanox.ops import causal_conv1d, causal_conv1d_step, gated_delta_rule
 from deltanox.precision import Precision
 from helpers import rel
+from hf import torch
 
-torch = pytest.importorskip(
-    "torch", reason="parity with transformers needs torch and transformers: pip install torch transformers"
-)
-pytest.importorskip(
-    "transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers"
-)
-
-pytestmark = [
-    # what transformers and torch warn about is theirs to mend
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-_spec = importlib.util.spec_from_file_location("deltanox_parity_hf", pathlib.Path(__file__).parent / "hf.py")
-hf = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(hf)
+pytestmark = hf.MARKS
 
 D = 32
 TOLERANCE = 1e-5  # relative L2, float32 on both sides

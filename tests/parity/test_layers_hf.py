@@ -1,13 +1,11 @@
 """Each layer against transformers' module, with copied weights, in float32: values and gradients of the inputs."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hf
 from deltanox.nn import (
     GatedAttention,
     GatedRMSNorm,
@@ -19,24 +17,9 @@ from deltanox.nn import (
     load_balance_loss,
 )
 from helpers import rel
+from hf import torch
 
-torch = pytest.importorskip(
-    "torch", reason="parity with transformers needs torch and transformers: pip install torch transformers"
-)
-pytest.importorskip(
-    "transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers"
-)
-
-pytestmark = [
-    # what transformers and torch warn about is theirs to mend
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-_spec = importlib.util.spec_from_file_location("deltanox_parity_hf", pathlib.Path(__file__).parent / "hf.py")
-hf = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(hf)
+pytestmark = hf.MARKS
 
 TOLERANCE = 1e-5  # relative L2, float32 on both sides
 

@@ -1,36 +1,19 @@
 """A whole decoder layer of each kind, and a small Qwen3.5 from tokens to logits, against transformers with copied
 weights in float32."""
 
-import importlib.util
-import pathlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hf
 from deltanox.generate import decode, generate, prefill
 from deltanox.models import HybridPeriod, Qwen3_5Config, qwen3_5
 from helpers import rel
+from hf import torch
 
-torch = pytest.importorskip(
-    "torch", reason="parity with transformers needs torch and transformers: pip install torch transformers"
-)
-pytest.importorskip(
-    "transformers", reason="parity with transformers needs torch and transformers: pip install torch transformers"
-)
-
-pytestmark = [
-    # what transformers and torch warn about is theirs to mend
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-_spec = importlib.util.spec_from_file_location("deltanox_parity_hf", pathlib.Path(__file__).parent / "hf.py")
-hf = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(hf)
+pytestmark = hf.MARKS
 
 TOLERANCE = 1e-5  # relative L2, float32 on both sides
 LENGTH = 13

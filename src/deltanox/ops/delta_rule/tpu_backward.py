@@ -23,7 +23,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from .tiling import CHUNK, Tiling
-from .tpu_common import PARTS, Columns, gates, inverse, key_heads, pair_decays, product, split, triangles
+from .tpu_common import (
+    PARTS,
+    Columns,
+    as_rows,
+    column_block,
+    gates,
+    inverse,
+    key_heads,
+    pair_decays,
+    product,
+    split,
+    triangles,
+)
 
 
 def _kernel(
@@ -209,14 +221,10 @@ def backward(
     tiles = -(-length // tiling.tile)
     pad = tiles * tiling.tile - length
     steps = q.heads // tiling.key_heads
-    g, rate = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, pad))).reshape(batch, steps, heads, tiles * tiling.tile) for x in (g, rate)
-    )
+    g, rate = as_rows(g, steps, pad), as_rows(rate, steps, pad)
 
     def columns(x: Columns, count: int):
-        width = count * x.size
-        block = (pl.Element(1), pl.Element(tiling.tile, (0, pad)), pl.Element(width))
-        return pl.BlockSpec(block, lambda b, j, t: (b, (tiles - 1 - t) * tiling.tile, x.start + j * width))
+        return column_block(x, count, tiling.tile, pad, lambda t: tiles - 1 - t)
 
     def tokens(width: int):
         return pl.BlockSpec((1, tiling.tile, width), lambda b, j, t: (b, tiles - 1 - t, j))

@@ -9,10 +9,12 @@ g = 0 and β = 0. Sums of g over (j, i] are products with triangles of ones, in 
 so that nothing cancels, and exp makes an exact zero of what crosses a reset.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 BLOCK = 16  # rows of the diagonal blocks that start the inverse
@@ -26,6 +28,20 @@ class Columns(NamedTuple):
     start: int
     heads: int
     size: int
+
+
+def column_block(x: Columns, heads: int, tile: int, pad: int, index: Callable) -> pl.BlockSpec:
+    """A tile of tokens for `heads` heads, where the grid's last number is `t` and its tile index(t). The last tile has
+    `pad` tokens too many."""
+    width = heads * x.size
+    block = (pl.Element(1), pl.Element(tile, (0, pad)), pl.Element(width))
+    return pl.BlockSpec(block, lambda b, j, t: (b, index(t) * tile, x.start + j * width))
+
+
+def as_rows(x: Float[Array, "B H T"], steps: int, pad: int) -> Float[Array, "B steps heads padded"]:
+    """Gates for the steps of the grid, zeros behind the last token."""
+    batch, heads, length = x.shape
+    return jnp.pad(x, ((0, 0), (0, 0), (0, pad))).reshape(batch, steps, heads // steps, length + pad)
 
 
 class Parts(NamedTuple):

@@ -17,7 +17,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from .tiling import CHUNK, Tiling
-from .tpu_common import PARTS, Columns, gates, inverse, key_heads, pair_decays, product, split, triangles
+from .tpu_common import (
+    PARTS,
+    Columns,
+    as_rows,
+    column_block,
+    gates,
+    inverse,
+    key_heads,
+    pair_decays,
+    product,
+    split,
+    triangles,
+)
 
 
 def _kernel(
@@ -114,14 +126,10 @@ def forward(
     tiles = -(-length // tiling.tile)
     pad = tiles * tiling.tile - length
     steps = q.heads // tiling.key_heads
-    g, rate = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, pad))).reshape(batch, steps, heads, tiles * tiling.tile) for x in (g, rate)
-    )
+    g, rate = as_rows(g, steps, pad), as_rows(rate, steps, pad)
 
     def columns(x: Columns, count: int):
-        width = count * x.size
-        block = (pl.Element(1), pl.Element(tiling.tile, (0, pad)), pl.Element(width))
-        return pl.BlockSpec(block, lambda b, j, t: (b, t * tiling.tile, x.start + j * width))
+        return column_block(x, count, tiling.tile, pad, lambda t: t)
 
     row = pl.BlockSpec((1, 1, heads, tiling.tile), lambda b, j, t: (b, j, 0, t))
     whole = pl.BlockSpec((1, heads, q.size, v.size), lambda b, j, t: (b, j, 0, 0))

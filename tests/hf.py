@@ -1,8 +1,21 @@
-"""Weights of transformers' modules, copied into ours: numpy arrays in, `eqx.tree_at` out."""
+"""What the parity tests share: they are skipped where torch or transformers is missing, and weights of transformers'
+modules are copied into ours, numpy arrays in, `eqx.tree_at` out."""
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+torch, transformers = (
+    pytest.importorskip(
+        name, reason="parity with transformers needs torch and transformers: pip install torch transformers"
+    )
+    for name in ("torch", "transformers")
+)
+# what transformers and torch warn about is theirs to mend
+MARKS = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
 
 
 def arrays(module) -> dict[str, np.ndarray]:
