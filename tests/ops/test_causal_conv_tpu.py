@@ -15,7 +15,7 @@ from jaxtyping import config as checker
 
 from deltanox.ops import causal_conv1d
 from deltanox.ops.causal_conv import tpu, tpu_backward, tpu_forward
-from deltanox.ops.causal_conv.tpu_common import Tiles, plain_tiles
+from deltanox.ops.causal_conv.tpu_common import Tiles, plain_trips
 from helpers import rel
 
 VALUE = {"float32": 1e-6, "bfloat16": 5e-3}
@@ -75,8 +75,15 @@ def packed(B, T):
 def masked(B, T):
     """Padding to the left that ends beside a tile's edge, to the right, with holes, of all tokens, and none."""
     t = np.arange(T)
-    rows = [t >= min(129, T // 2), t < T - T // 3, (t >= 1) & (t % 5 != 3) & (t < T - 1), t < 0, t >= 0]
-    return np.stack([rows[i % 5] for i in range(B)])
+    rows = [
+        t >= min(128, T // 2),
+        t < T - T // 3,
+        (t >= 1) & (t % 5 != 3) & (t < T - 1),
+        t < 0,
+        t >= 0,
+        t >= min(130, T - 1),
+    ]
+    return np.stack([rows[i % 6] for i in range(B)])
 
 
 LENGTHS = [(1, 4), (2, 2), (63, 4), (64, 1), (65, 4), (127, 2), (129, 4)]
@@ -91,7 +98,7 @@ def test_lengths(getkey, small_tiles, T, W):
     "T, W, packing", [(300, 4, "ids"), (300, 4, "mask"), (261, 4, "ids mask"), (140, 1, "ids mask"), (3, 4, "ids mask")]
 )
 def test_packing(getkey, small_tiles, T, W, packing):
-    B = 5 if "mask" in packing else 3
+    B = 6 if "mask" in packing else 3
     ids = packed(B, T) if "ids" in packing else None
     mask = masked(B, T) if "mask" in packing else None
     compare(draw(getkey, B, T, 128, W), segment_ids=ids, mask=mask)
@@ -105,6 +112,13 @@ def test_bfloat16(getkey, small_tiles, T, W, packing):
     compare(draw(getkey, B, T, 256, W, "bfloat16"), segment_ids=ids, mask=mask)
 
 
+def test_tiles_of_the_size_that_is_used(getkey):
+    """A tile of 1,024 tokens whose trips are plain or not, and a tail; T = 1000 is in `test_all`."""
+    T = 1030
+    ids = np.where(np.arange(T)[None] < 700, 0, 1).astype(np.int32)
+    compare(draw(getkey, 1, T, 128, 4), segment_ids=ids, mask=np.arange(T)[None] >= 256)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packing", ["", "ids", "mask", "ids mask"])
@@ -112,9 +126,9 @@ def test_bfloat16(getkey, small_tiles, T, W, packing):
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 1000])
 def test_all(getkey, T, W, packing, dtype):
     """Every combination, in tiles of the size that is used."""
-    ids = packed(5, T) if "ids" in packing else None
-    mask = masked(5, T) if "mask" in packing else None
-    compare(draw(getkey, 5, T, 256, W, dtype), segment_ids=ids, mask=mask)
+    ids = packed(6, T) if "ids" in packing else None
+    mask = masked(6, T) if "mask" in packing else None
+    compare(draw(getkey, 6, T, 256, W, dtype), segment_ids=ids, mask=mask)
 
 
 def test_without_bias_state_and_activation(getkey, small_tiles):
@@ -273,13 +287,13 @@ def test_bits_of_taps():
     assert tpu.tap_bits(None, None, None, 3) is None
 
 
-def test_plain_tiles():
-    """A tile looks at its bits where one is missing in it or, for the backward pass, right after it."""
-    bits = jnp.full((1, 1, 9), 7, jnp.int32)
-    assert plain_tiles(bits, 4, 3, 2).tolist() == [1, 1, 1]
-    assert plain_tiles(bits.at[0, 0, 5].set(3), 4, 3, 0).tolist() == [1, 0, 1]
-    assert plain_tiles(bits.at[0, 0, 5].set(3), 4, 3, 2).tolist() == [0, 0, 1]
-    assert plain_tiles(bits.at[0, 0, 6].set(3), 4, 3, 2).tolist() == [1, 0, 1]
+def test_plain_trips():
+    """A trip looks at its bits where one is missing in it or, for the backward pass, right after it."""
+    bits, tiles = jnp.full((1, 1, 600), 7, jnp.int32), Tiles(512, 128)
+    assert tiles.trip == 256 and plain_trips(bits, tiles, 3, 2).tolist() == [1, 1, 1, 1]
+    assert plain_trips(bits.at[0, 0, 257].set(3), tiles, 3, 0).tolist() == [1, 0, 1, 1]
+    assert plain_trips(bits.at[0, 0, 257].set(3), tiles, 3, 2).tolist() == [0, 0, 1, 1]
+    assert plain_trips(bits.at[0, 0, 258].set(3), tiles, 3, 2).tolist() == [1, 0, 1, 1]
 
 
 COMPILE = """
