@@ -19,14 +19,14 @@ LANES = 128
 HALO = 8  # tokens kept beside a tile: a register's height, and no less than the widest convolution's past
 ROWS = 64  # tokens in flight: what the registers hold
 TRIP = 256  # tokens a trip of the loop over a tile, at most
-VMEM = 48 * 2**20  # at most; the tiles below take less than a third of it
+VMEM = 48 * 2**20  # bytes allowed; the kernels' tiles take 10 to 21 MiB
 
 
 class Inputs(NamedTuple):
     """What both kernels read. M groups of B / M batch rows have taps of their own, R = W + 1 rows."""
 
     x: Float[Array, "B T C"]
-    taps: Float[Array, "M R C"]  # oldest first, then the bias; float32; halved before a SiLU (see `activate`)
+    taps: Float[Array, "M R C"]  # oldest first, then the bias; float32; halved before a SiLU
     past: Float[Array, "B 8 C"] | None  # the W − 1 inputs before the first real token in the last rows; float32
     bits: Int[Array, "B 1 T"] | None  # bit k: tap k back reads an input of the token's segment; bit 0: a real token
     first: Int[Array, " B"] | None  # the first real token, which `past` lies before; None is 0
