@@ -20,21 +20,24 @@ from .tpu_common import (  # fmt: skip
     Options,
     Tiles,
     begin,
+    blocks,
     columns,
     combine,
     common_arrays,
     has,
+    in_loop,
     in_pairs,
-    in_rows,
     inputs_of,
     lanes,
     place_past,
     read_taps,
     stage,
+    trips,
 )
 
+# Bundles per 64 tokens × 128 channels on tpu7x: 70 with trips of 256 tokens, 72 of 128, 76 of 64, 81 with 32 tokens in
+# flight. The vector slots are taken: 30.5 operations a register and its pop. Bytes: 29.3.
 TILES = Tiles(tokens=1024, channels=512)
-UNROLL = 4  # a trip's head and tail leave the vector units idle
 BEFORE = 16  # tokens in the block that holds the ones before a tile
 
 
@@ -46,11 +49,11 @@ def _add_rows(x):
     return parts[0]
 
 
-def _step(refs: dict, options: Options, tokens: int, length: int, share: int):
+def _step(refs: dict, options: Options, tiles: Tiles, length: int, share: int):
     """One tile."""
     x_ref, dy_ref, dx_ref, xs_ref, ds_ref = (refs[name] for name in ("x", "dy", "dx", "xs", "ds"))
-    row, number, tiles = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
-    tile = tiles - 1 - number
+    row, number, count, tokens = pl.program_id(1), pl.program_id(2), pl.num_programs(2), tiles.tokens
+    tile = count - 1 - number
     groups, width = xs_ref.shape[0], options.width
     pairs = in_pairs(groups)
     column_ref = refs.get("column")
@@ -91,8 +94,11 @@ def _step(refs: dict, options: Options, tokens: int, length: int, share: int):
         for pair in pairs:
             stage(x_ref, xs_ref, pair, start)
 
-    def gradients(start, masked: bool):
-        bits = column_ref[pl.ds(start, ROWS), :] if masked else None
+    def stage_before(start):
+        # a block ahead: the taps of a block's first tokens read the ones before it
+        stage_rows(pl.multiple_of(jnp.maximum(start - ROWS, 0), ROWS))
+
+    def gradients(start, bits):
         for pair in pairs:
             dys = dy_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))].astype(jnp.float32)
             dxs = []
@@ -104,7 +110,7 @@ def _step(refs: dict, options: Options, tokens: int, length: int, share: int):
                     h = combine(inputs, taps)
                     t = jnp.tanh(h)
                     d = d * ((1 + t) * (1 + (h - h * t)))
-                if masked:
+                if bits is not None:
                     d = jnp.where(has(bits, 0), d, 0)
                 ds_ref[g, pl.ds(start, ROWS), :] = d
                 for w, x in enumerate(inputs):
@@ -114,61 +120,57 @@ def _step(refs: dict, options: Options, tokens: int, length: int, share: int):
                 later = []
                 for back in reversed(range(width)):
                     ahead = ds_ref[g, pl.ds(start + back, ROWS), :] if back else d
-                    if masked and back:
+                    if bits is not None and back:
                         ahead = jnp.where(has(column_ref[pl.ds(start + back, ROWS), :], back), ahead, 0)
                     later.append(ahead)
                 dx = combine(later, taps[:width])
-                dxs.append(jnp.where(has(bits, 0), dx, 0) if masked else dx)
+                dxs.append(dx if bits is None else jnp.where(has(bits, 0), dx, 0))
             dx = jnp.concatenate(dxs, axis=1).astype(dx_ref.dtype)
             dx_ref[pl.ds(start, ROWS), lanes(pair[0], len(pair))] = dx
 
-    def plain_tile():
+    def plain_trip(start):
         if column_ref is not None:
-            column_ref[:HALO, :] = jnp.full((HALO, LANES), every, jnp.int32)
-        stage_rows(tokens - ROWS)
-
-        def body(start):
-            # the taps of the first rows read the ones before
-            stage_rows(pl.multiple_of(jnp.maximum(start - ROWS, 0), ROWS))
-            gradients(start, False)
-
-        in_rows(tokens, body, UNROLL, reverse=True)
-
-    def masked_tile():
-        if "bits" in refs:
-            columns(refs["bits"], column_ref)
-        else:
-            column_ref[:tokens, :] = jnp.full((tokens, LANES), every, jnp.int32)
-        if length % tokens:
-
-            def cut(start):
-                token = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0) + (tile * tokens + start)
-                column_ref[pl.ds(start, ROWS), :] = jnp.where(token < length, column_ref[pl.ds(start, ROWS), :], 0)
-
-            in_rows(tokens, cut)
-        in_rows(tokens, stage_rows)
+            column_ref[pl.ds(start, HALO), :] = jnp.full((HALO, LANES), every, jnp.int32)
+        stage_before(start)
         place()
-        in_rows(tokens, lambda start: gradients(start, True), reverse=True)
+        *others, lowest = blocks(tiles, start, reverse=True)
+        for block in (*others, lowest):
+            if block is not lowest:
+                stage_before(block)
+            gradients(block, None)
 
-    if column_ref is None:
-        plain_tile()
-    else:
+    def masked_trip(start):
+        if "bits" in refs:
+            columns(refs["bits"], column_ref, start, tiles.trip)
+        else:
+            column_ref[pl.ds(start, tiles.trip), :] = jnp.full((tiles.trip, LANES), every, jnp.int32)
+
+        def body(block):
+            here = pl.ds(block, ROWS)
+            if length % tokens:
+                token = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0) + (tile * tokens + block)
+                column_ref[here, :] = jnp.where(token < length, column_ref[here, :], 0)
+            stage_before(block)
+            place()
+            gradients(block, column_ref[here, :])
+
+        in_loop(tiles, start, body, reverse=True)
+
+    def trip(start):
         plain: jax.Array | bool = True
         if "bits" in refs:
-            plain = refs["plain"][row * tiles + tile] == 1
+            index = (row * count + tile) * (tokens // tiles.trip) + jax.lax.div(start, tiles.trip)
+            plain = refs["plain"][index] == 1
         if length % tokens:
-            plain = plain & (number > 0)
+            plain = plain & (tile * tokens + start + tiles.trip <= length)
+        pl.when(plain)(lambda: plain_trip(start))
+        pl.when(jnp.logical_not(plain))(lambda: masked_trip(start))
 
-        @pl.when(plain)
-        def _():
-            place()
-            plain_tile()
+    stage_rows(tokens - ROWS)
+    place()
+    trips(tiles, plain_trip if column_ref is None else trip, reverse=True)
 
-        @pl.when(jnp.logical_not(plain))
-        def _():
-            masked_tile()
-
-    @pl.when((number == tiles - 1) & (jax.lax.rem(row, share) == share - 1))
+    @pl.when((number == count - 1) & (jax.lax.rem(row, share) == share - 1))
     def _():
         factor = 0.5 if options.activation == "silu" else 1.0
         for g in range(groups):
@@ -188,10 +190,10 @@ def conv_backward(
     scalars, arrays = common_arrays(inputs, options, tiles, lambda t: count - 1 - t, width - 1)
     arrays["dy"] = (dy, *arrays["x"][1:])
     if count > 1:
-        blocks = tiles.tokens // BEFORE
+        each = tiles.tokens // BEFORE
 
         def before(c, b, t):
-            return b, jnp.maximum((count - 1 - t) * blocks - 1, 0), c
+            return b, jnp.maximum((count - 1 - t) * each - 1, 0), c
 
         arrays["before"] = (inputs.x, (None, BEFORE, tiles.channels), before)
     outputs = {
@@ -205,7 +207,5 @@ def conv_backward(
     grid = (total // tiles.channels, batch, count)
     share = batch // inputs.taps.shape[0]
     call = Call(scalars, arrays, outputs, scratch)
-    dx, dtaps = call.run(
-        lambda refs: _step(refs, options, tiles.tokens, length, share), "conv_backward", grid, interpret
-    )
+    dx, dtaps = call.run(lambda refs: _step(refs, options, tiles, length, share), "conv_backward", grid, interpret)
     return dx, dtaps

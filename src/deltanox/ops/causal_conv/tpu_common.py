@@ -2,8 +2,8 @@
 
 A tile of x lies in a float32 scratch [groups, 8 + tokens, 128], 128 channels a group, with the 8 tokens before it in
 front. Rows of a group lie one after the other there, so that the input k tokens back is a load k rows higher; a load at
-any row costs what an aligned one does. Almost every tile is plain: all of its taps read an input and nothing is masked.
-The others look at one bit a tap.
+any row costs what an aligned one does. A tile is passed in trips. Most are plain: all of their taps read an input and
+nothing is masked. The others look at one bit a tap.
 """
 
 import math
@@ -17,15 +17,16 @@ from jaxtyping import Array, Float, Int
 
 LANES = 128
 HALO = 8  # tokens kept beside a tile: a register's height, and no less than the widest convolution's past
-ROWS = 64  # tokens in flight in the loop over a tile
-VMEM = 48 * 2**20  # at most; the tiles below take less than a third of it
+ROWS = 64  # tokens in flight: what the registers hold
+TRIP = 256  # tokens a trip of the loop over a tile, at most
+VMEM = 48 * 2**20  # bytes allowed; the kernels' tiles take 10 to 21 MiB
 
 
 class Inputs(NamedTuple):
     """What both kernels read. M groups of B / M batch rows have taps of their own, R = W + 1 rows."""
 
     x: Float[Array, "B T C"]
-    taps: Float[Array, "M R C"]  # oldest first, then the bias; float32; halved before a SiLU (see `activate`)
+    taps: Float[Array, "M R C"]  # oldest first, then the bias; float32; halved before a SiLU
     past: Float[Array, "B 8 C"] | None  # the W − 1 inputs before the first real token in the last rows; float32
     bits: Int[Array, "B 1 T"] | None  # bit k: tap k back reads an input of the token's segment; bit 0: a real token
     first: Int[Array, " B"] | None  # the first real token, which `past` lies before; None is 0
@@ -52,25 +53,32 @@ class Tiles(NamedTuple):
         fits = max(size for size in range(LANES, self.channels + 1, LANES) if channels % size == 0)
         return Tiles(min(self.tokens, pl.cdiv(length, LANES) * LANES), fits)
 
+    @property
+    def trip(self) -> int:
+        """Tokens a trip of the loop over a tile: a trip's head and tail leave the vector units idle, its code is short
+        enough, and few trips hold a boundary."""
+        return math.gcd(TRIP, self.tokens)
+
     def count(self, length: int) -> int:
         """How many tiles a row of `length` tokens has."""
         return pl.cdiv(length, self.tokens)
 
 
-def plain_tiles(bits: Int[Array, "B 1 T"], tokens: int, width: int, after: int) -> Int[Array, " N"]:
-    """1 for each tile of each batch row in which, and `after` tokens after which, every bit is set."""
+def plain_trips(bits: Int[Array, "B 1 T"], tiles: Tiles, width: int, after: int) -> Int[Array, " N"]:
+    """1 for each trip of each batch row in which, and `after` tokens after which, every bit is set."""
     batch, _, length = bits.shape
-    count = pl.cdiv(length, tokens)
-    full = jnp.pad(bits[:, 0] == 2**width - 1, ((0, 0), (0, count * tokens - length)), constant_values=True)
-    full = full.reshape(batch, count, tokens)
+    padded = tiles.count(length) * tiles.tokens
+    full = jnp.pad(bits[:, 0] == 2**width - 1, ((0, 0), (0, padded - length)), constant_values=True)
+    full = full.reshape(batch, padded // tiles.trip, tiles.trip)
     begins = jnp.pad(jnp.all(full[:, 1:, :after], axis=2), ((0, 0), (0, 1)), constant_values=True)
     return (jnp.all(full, axis=2) & begins).reshape(-1).astype(jnp.int32)
 
 
-def columns(bits_ref, column_ref):
-    """The bits of a tile, a token a row: [1 N] → [N 128]."""
-    for i in range(0, bits_ref.shape[1], LANES):
-        column_ref[i : i + LANES, :] = jnp.broadcast_to(bits_ref[:, i : i + LANES], (LANES, LANES)).T
+def columns(bits_ref, column_ref, start, count: int):
+    """The bits of `count` tokens, a token a row: [1 N] → [N 128]."""
+    for i in range(0, count, LANES):
+        here = pl.ds(pl.multiple_of(start + i, LANES), LANES)
+        column_ref[here, :] = jnp.broadcast_to(bits_ref[:, here], (LANES, LANES)).T
 
 
 def has(bits, back: int):
@@ -95,18 +103,32 @@ def stage(x_ref, xs_ref, pair: range, start):
         xs_ref[g, pl.ds(start + HALO, ROWS), :] = x[:, i * LANES : (i + 1) * LANES]
 
 
-def in_rows(tokens: int, body, unroll: int = 1, *, reverse: bool = False):
-    """`body(start)` for each ROWS tokens of a tile, the last first with `reverse`."""
-    steps = tokens // ROWS
-    unroll = math.gcd(unroll, steps)
+def trips(tiles: Tiles, body, *, reverse: bool = False):
+    """`body(start)` for each trip of a tile, the last first with `reverse`."""
+    count = tiles.tokens // tiles.trip
 
     def trip(i, _):
-        for u in range(unroll):
-            step = i * unroll + u
-            body(pl.multiple_of((steps - 1 - step if reverse else step) * ROWS, ROWS))
+        body(pl.multiple_of((count - 1 - i if reverse else i) * tiles.trip, tiles.trip))
         return 0
 
-    jax.lax.fori_loop(0, steps // unroll, trip, 0)
+    jax.lax.fori_loop(0, count, trip, 0)
+
+
+def blocks(tiles: Tiles, start, *, reverse: bool = False) -> list:
+    """Where the blocks of ROWS tokens begin that a trip is made of, the last first with `reverse`."""
+    order = range(0, tiles.trip, ROWS)
+    return [pl.multiple_of(start + i, ROWS) for i in (reversed(order) if reverse else order)]
+
+
+def in_loop(tiles: Tiles, start, body, *, reverse: bool = False):
+    """`body(start)` for each of these blocks, in a loop."""
+    count = tiles.trip // ROWS
+
+    def block(i, _):
+        body(pl.multiple_of(start + (count - 1 - i if reverse else i) * ROWS, ROWS))
+        return 0
+
+    jax.lax.fori_loop(0, count, block, 0)
 
 
 def begin(xs_ref, past_ref, placed: bool):
@@ -196,7 +218,7 @@ def common_arrays(inputs: Inputs, options: Options, tiles: Tiles, flip, after: i
     if inputs.past is not None:
         arrays["past"] = (inputs.past, (None, HALO, channels), lambda c, b, t: (b, 0, c))
     if inputs.bits is not None:
-        scalars["plain"] = plain_tiles(inputs.bits, tokens, options.width, after)
+        scalars["plain"] = plain_trips(inputs.bits, tiles, options.width, after)
         arrays["bits"] = (inputs.bits, (None, 1, tokens), lambda c, b, t: (b, 0, flip(t)))
         if inputs.first is not None:
             scalars["first"] = inputs.first
