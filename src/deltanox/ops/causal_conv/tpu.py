@@ -1,6 +1,7 @@
 """The convolution on the TPU kernels: what they are told of masks, segments and the past; what is left to jnp."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +84,15 @@ def forward(x, weight, bias, past, boundary, mask, activation, by=by_platform):
 def past_gradient(x, weight, bias, past, boundary, mask, activation, dy) -> Float[Array, "B P C"]:
     """Of the initial state, from the first W − 1 real tokens alone: no others read it."""
     size = min(past.shape[1], x.shape[1])
+    window: Any
     if mask is None:
         window = [None if a is None else a[:, :size] for a in (x, dy, boundary, mask)]
     else:
         index = first_real(mask)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         inside = jnp.minimum(index, x.shape[1] - 1)
         x, dy = (jnp.take_along_axis(a, inside[..., None], axis=1) for a in (x, dy))
-        boundary, mask = (None if a is None else jnp.take_along_axis(a, inside, axis=1) for a in (boundary, mask))
-        window = [x, dy, boundary, mask & (index == inside)]
+        mask = jnp.take_along_axis(mask, inside, axis=1) & (index == inside)
+        window = [x, dy, None if boundary is None else jnp.take_along_axis(boundary, inside, axis=1), mask]
     x, dy, boundary, mask = window
     if mask is not None:
         dy = jnp.where(mask[..., None], dy, 0)

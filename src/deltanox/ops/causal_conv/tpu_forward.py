@@ -35,8 +35,8 @@ from .tpu_common import (  # fmt: skip
 )
 
 # Bundles per 64 tokens × 128 channels on tpu7x: 24.9 with trips of 256 tokens, 25.5 of 128, 26.7 of 64. All four vector
-# slots are taken: 10.5 operations a register and its pop. Tried: even and odd tokens apart in 32-bit words 32, as products
-# with diagonal matrices 35 (MXU-bound). Bytes: 19.5.
+# slots are taken: 10.5 operations a register and its pop. Tried: even and odd tokens apart in 32-bit words 32, as
+# products with diagonal matrices 35 (bound by the MXU). Bytes: 19.5.
 TILES = Tiles(tokens=1024, channels=1024)
 
 

@@ -94,19 +94,22 @@ def _run(engine: Engine, xla: Callable, kernels: Callable, *arrays):
     return (kernels if engine == "pallas" else xla)(*arrays)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def conv(x, weight, bias, past, boundary, mask, activation, engine: Engine):
-    """`shifted`, with the backward pass above, or both as TPU kernels."""
-
+def _forward(x, weight, bias, past, boundary, mask, activation, engine: Engine):
     def xla(*arrays):
         return shifted(*arrays, activation)
 
     return _run(engine, xla, partial(tpu.forward, activation=activation), x, weight, bias, past, boundary, mask)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def conv(x, weight, bias, past, boundary, mask, activation, engine: Engine):
+    """`shifted`, with the backward pass above, or both as TPU kernels."""
+    return _forward(x, weight, bias, past, boundary, mask, activation, engine)
+
+
 def forward(x, weight, bias, past, boundary, mask, activation, engine):
     # not `conv` itself: forward mode over this pass must reach the sentence in `gradients`
-    out = conv.fun(x, weight, bias, past, boundary, mask, activation, engine)
+    out = _forward(x, weight, bias, past, boundary, mask, activation, engine)
     return out, (x, weight, bias, past, boundary, mask)
 
 
