@@ -123,12 +123,14 @@ def test_tiles_of_the_size_that_is_used(getkey):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("packing", ["", "ids", "mask", "ids mask"])
-@pytest.mark.parametrize("W", [1, 2, 4, 8])
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 1000])
+@pytest.mark.parametrize(
+    ("packing", "dtype"),
+    [*((x, "float32") for x in ("", "ids", "mask", "ids mask")), ("ids mask", "bfloat16")],
+)
+@pytest.mark.parametrize("W", [1, 4, 8])
+@pytest.mark.parametrize("T", [1, 2, 63, 127, 257, 1000])
 def test_all(getkey, T, W, packing, dtype):
-    """Every combination, in tiles of the size that is used."""
+    """In tiles of the size that is used."""
     ids = packed(6, T) if "ids" in packing else None
     mask = masked(6, T) if "mask" in packing else None
     compare(draw(getkey, 6, T, 256, W, dtype), segment_ids=ids, mask=mask)
