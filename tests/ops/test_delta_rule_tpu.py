@@ -46,6 +46,14 @@ def test_head_ratios_sizes_and_kept_states(h, H, K, V, every):
     compare(*both(make(h + H, (2,), 400, h, H, K, V), options=options))
 
 
+@pytest.mark.parametrize(
+    ("T", "every"), [(300, 8), pytest.param(300, 64, marks=slow), pytest.param(600, 12, marks=slow)]
+)
+def test_fewer_chunks_than_from_one_kept_state_to_the_next(T, every):
+    """One state is kept, and an odd number of chunks is no pair of tiles: nothing is written over it."""
+    compare(*both(make(3, (1,), T, 1, 1, 64, 64), options={"residuals": Residuals(states_every=every)}))
+
+
 @pytest.mark.parametrize("cotangents", [pytest.param(("out",), marks=slow), ("state",)])
 def test_one_cotangent(cotangents):
     compare(*both(make(3, (1,), 200, 1, 1, 64, 64), cotangents=cotangents))

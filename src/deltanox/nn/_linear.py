@@ -74,8 +74,8 @@ def _dot_jvp(primals, tangents):
 
 
 # The weight's term of the product rule is a primitive of its own for the sake of its transpose: the weight's gradient
-# is ȳᵀ x over all rows of all sequences, and a CPU's matrix product wants ȳᵀ in memory. Left to itself, XLA gathers it
-# column by column, fused with whatever made ȳ; between two barriers it is a blocked copy.
+# is ȳᵀ x over all rows of all sequences. On a CPU that has to be one product of two matrices that lie in memory: with
+# the batch as an axis of its own, or ȳ not yet written, XLA gathers ȳᵀ column by column, fused with whatever made ȳ.
 
 
 def _weight_gradient(y_bar: Float[Array, "*B O"], x: Float[Array, "*B I"]) -> Float[Array, "O I"]:

@@ -41,5 +41,7 @@ class SwiGLU(eqx.Module):
             f"SwiGLU: the last axis of `x` must be embed_size = {self.embed_size}, but x is {describe(x)} [..., D]: "
             f"build the layer with embed_size={x.shape[-1] if x.ndim else '...'} or give it features of its own size",
         )
-        hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
-        return apply_linear(self.down_proj, hidden(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x)))
+        # the backward pass keeps both projections and their product, not what is between
+        gated = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
+        hidden = gated(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x))
+        return apply_linear(self.down_proj, hidden)

@@ -39,8 +39,9 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a tiling depends on. `every` counts chunks from one kept state to the next, `width` bytes of an activation,
-    `kept` bytes of a kept state's number (0: none are kept); `narrow` says that T is held in bfloat16."""
+    """What a tiling depends on. `every` counts chunks from one kept state to the next, at most as many as there are;
+    `width` is bytes of an activation, `kept` bytes of a kept state's number (0: none are kept); `narrow` says that T is
+    held in bfloat16."""
 
     key_heads: int
     heads: int
@@ -92,9 +93,8 @@ def budget() -> int:
 def choose(kernel: str, p: Problem) -> Tiling:
     """As many heads a step as fit the budget and a loop's body."""
     if kernel == "backward":
-        chunks = min(p.every, -(-p.length // CHUNK))
-        p = dataclasses.replace(p, every=chunks)
-    else:
+        chunks = p.every
+    else:  # a tile holds whole groups of `every` chunks, or a group whole tiles
         chunks = 2 if p.length > CHUNK and (p.every == 1 or p.every % 2 == 0) else 1
     ratio = p.heads // p.key_heads
     options = [Tiling(n, chunks) for n in range(1, p.key_heads + 1) if p.key_heads % n == 0]

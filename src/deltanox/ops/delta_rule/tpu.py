@@ -73,17 +73,16 @@ def _rows(inputs: Inputs) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]
 def _settings(kernel: str, inputs: Inputs, state_shape, options: Options, keep: bool = True) -> dict[str, Any]:
     """The kernel's tiling and options."""
     heads, value_size = state_shape[1], state_shape[3]
-    every = options.chunk_size * options.residuals.states_every // CHUNK
     length, width = inputs.g.shape[1], inputs.arrays[0].dtype.itemsize
+    # no more than there are: tilings depend on it
+    every = min(options.chunk_size * options.residuals.states_every // CHUNK, -(-length // CHUNK))
     problem = Problem(
         options.key_heads, heads, options.key_size, value_size, length, every, width,
         jnp.dtype(options.state_dtype).itemsize if keep else 0, PARTS[options.precision].inverse == 1,
     )  # fmt: skip
-    tiling = choose(kernel, problem)
-    every = min(every, -(-length // CHUNK))
     return dict(
-        tiling=tiling, scale=options.scale, eps=options.l2norm_eps, precision=options.precision, every=every,
-        vmem=budget(),
+        tiling=choose(kernel, problem), scale=options.scale, eps=options.l2norm_eps, precision=options.precision,
+        every=every, vmem=budget(),
     )  # fmt: skip
 
 

@@ -221,6 +221,7 @@ def backward(
     tiles = -(-length // tiling.tile)
     pad = tiles * tiling.tile - length
     steps = q.heads // tiling.key_heads
+    assert tiling.chunks % every == 0
     g, rate = as_rows(g, steps, pad), as_rows(rate, steps, pad)
 
     def columns(x: Columns, count: int):

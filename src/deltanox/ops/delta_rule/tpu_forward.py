@@ -139,6 +139,7 @@ def forward(
         jax.ShapeDtypeStruct(state.shape, jnp.float32),
     ]
     if keep:
+        assert tiling.chunks % every == 0 or every % tiling.chunks == 0
         chunks = -(-length // CHUNK)
         count = max(tiling.chunks // every, 1)
         repeat = max(every // tiling.chunks, 1)
