@@ -14,6 +14,7 @@ from .causal_conv.shifted import activate
 from .delta_rule import Residuals, gated_delta_step
 from .delta_rule.inputs import check_options
 from .delta_rule.op import apply
+from .delta_rule.vjp import split_merged
 from .gates import check_gates, decay_and_beta
 
 
@@ -77,14 +78,6 @@ def check_shapes(
         )
     check_tokens(op, tokens, received, segment_ids=segment_ids, mask=mask)
     return value_size
-
-
-def split(qkv, num_key_heads: int, key_head_size: int, value_size: int):
-    """The merged array as q, k [... h K] and v [... H V]."""
-    keys = num_key_heads * key_head_size
-    parts = jnp.split(qkv, (keys, 2 * keys), axis=-1)
-    sizes = (key_head_size, key_head_size, value_size)
-    return [x.reshape(*x.shape[:-1], -1, size) for x, size in zip(parts, sizes)]
 
 
 def gated_delta_net(
@@ -203,7 +196,7 @@ def gated_delta_net_step(
     Raises: ValueError as `gated_delta_net`.
     """
     op = "gated_delta_net_step"
-    value_size = check_shapes(
+    check_shapes(
         op, qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, num_key_heads, key_head_size, conv_state, initial_state,
         axis_t="",
     )  # fmt: skip
@@ -216,7 +209,7 @@ def gated_delta_net_step(
         )
         if strict_hf_rounding:
             qkv = _round_then_activate(qkv, activation)
-    q, k, v = split(qkv, num_key_heads, key_head_size, value_size)
+    q, k, v = split_merged(qkv, num_key_heads, key_head_size, a.shape[-1])
     g, beta = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
     out, state = gated_delta_step(
         q, k, v, g, beta, initial_state=initial_state, scale=scale, use_qk_l2norm=True, l2norm_eps=l2norm_eps

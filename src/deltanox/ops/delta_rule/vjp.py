@@ -28,15 +28,19 @@ class Saved(NamedTuple):
     out: Float[Array, "B T H V"] | None
 
 
+def split_merged(qkv: Float[Array, "*B C"], key_heads: int, key_size: int, heads: int) -> list[Array]:
+    """The merged array as q, k [*B h K] and v [*B H V]."""
+    keys = key_heads * key_size
+    parts = jnp.split(qkv, (keys, 2 * keys), axis=-1)
+    return [x.reshape(*x.shape[:-1], n, x.shape[-1] // n) for x, n in zip(parts, (key_heads, key_heads, heads))]
+
+
 def unmerged(inputs: Inputs, heads: int, options: Options) -> Tokens:
     """The arguments with an axis of heads."""
-    if len(inputs.arrays) == 3:
-        return Tokens(*inputs.arrays, *inputs[1:])
-    (qkv,) = inputs.arrays
-    h, key_size = options.key_heads, options.key_size
-    q, k, v = jnp.split(qkv, [h * key_size, 2 * h * key_size], axis=-1)
-    q, k = (x.reshape(*x.shape[:2], h, key_size) for x in (q, k))
-    return Tokens(q, k, v.reshape(*v.shape[:2], heads, -1), *inputs[1:])
+    arrays = inputs.arrays
+    if len(arrays) == 1:
+        arrays = split_merged(arrays[0], options.key_heads, options.key_size, heads)
+    return Tokens(*arrays, *inputs[1:])
 
 
 def _run_xla(inputs: Inputs, initial_state, *, options: Options, keep: bool):
