@@ -1,6 +1,9 @@
 """Strict JAX for every test, and a source of random keys that can be replayed."""
 
+import gc
+import itertools
 import os
+import pathlib
 import random
 import zlib
 
@@ -14,6 +17,17 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+MAPS = pathlib.Path("/proc/self/maps")
+_finished = itertools.count(1)
+
+
+def pytest_runtest_teardown():
+    """Drop compiled programs before the kernel's limit on a process's mappings (65,530 on Linux): each program holds
+    some, and beyond it the compiler crashes."""
+    if next(_finished) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
