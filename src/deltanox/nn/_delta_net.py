@@ -65,6 +65,7 @@ class GatedDeltaNet(eqx.Module):
     implementation: Implementation = eqx.field(static=True)
     precision: Precision | None = eqx.field(static=True)
     state_dtype: Any = eqx.field(static=True)
+    decay_dtype: Any = eqx.field(static=True)
     residuals: Residuals = eqx.field(static=True)
     strict_hf_rounding: bool = eqx.field(static=True)
 
@@ -83,6 +84,7 @@ class GatedDeltaNet(eqx.Module):
         implementation: Implementation = "auto",
         precision: Precision | None = None,
         state_dtype: DTypeLike = jnp.float32,
+        decay_dtype: DTypeLike = jnp.float32,
         residuals: Residuals = Residuals(),  # noqa: B008 (frozen)
         strict_hf_rounding: bool = False,
         dtype: DTypeLike = jnp.float32,
@@ -96,7 +98,7 @@ class GatedDeltaNet(eqx.Module):
         - `conv_size`: W, the width of the convolution; 1 looks at the current token only.
         - `gate`: activation of the output's gate.
         - `eps`: ε of the output norm (the L2 norm of q and k has its own, 1e-6).
-        - `chunk_size`, `implementation`, `precision`, `state_dtype`, `residuals`: as in
+        - `chunk_size`, `implementation`, `precision`, `state_dtype`, `decay_dtype`, `residuals`: as in
           `deltanox.ops.gated_delta_rule`.
         - `strict_hf_rounding`: round where Hugging Face's model rounds in bfloat16 (convolution before SiLU, β, norm
           before its weight); no difference in float32.
@@ -118,7 +120,7 @@ class GatedDeltaNet(eqx.Module):
         )
         check_options(
             op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype,
-            residuals=residuals,
+            decay_dtype=decay_dtype, residuals=residuals,
         )  # fmt: skip
         key_size, value_size = num_key_heads * key_head_size, num_value_heads * value_head_size
         qkv_key, z_key, b_key, a_key, conv_key, decay_key, out_key = jax.random.split(key, 7)
@@ -143,6 +145,7 @@ class GatedDeltaNet(eqx.Module):
         self.implementation = implementation
         self.precision = precision
         self.state_dtype = jnp.dtype(state_dtype)
+        self.decay_dtype = jnp.dtype(decay_dtype)
         self.residuals = residuals
         self.strict_hf_rounding = strict_hf_rounding
 
@@ -193,7 +196,7 @@ class GatedDeltaNet(eqx.Module):
             out, conv, recurrent = gated_delta_net(
                 qkv, a, b, *weights, conv_state=conv, initial_state=recurrent, segment_ids=segment_ids, mask=mask,
                 **options, chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
-                state_dtype=self.state_dtype, residuals=self.residuals,
+                state_dtype=self.state_dtype, decay_dtype=self.decay_dtype, residuals=self.residuals,
             )  # fmt: skip
         heads = (x.shape[0], self.num_value_heads, self.value_head_size)
         norm = _rounded_norm if self.strict_hf_rounding else GatedRMSNorm.__call__

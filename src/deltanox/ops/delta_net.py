@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from .._types import Implementation, Mask, Precision, SegmentIds, State
@@ -102,6 +103,7 @@ def gated_delta_net(
     implementation: Implementation = "auto",
     precision: Precision | None = None,
     state_dtype: Any = jnp.float32,
+    decay_dtype: Any = jnp.float32,
     residuals: Residuals = Residuals(),  # noqa: B008 (frozen)
     strict_hf_rounding: bool = False,
 ) -> tuple[Float[Array, "*B T HV"], Float[Array, "*B _ C"], State]:
@@ -127,7 +129,8 @@ def gated_delta_net(
         mask: False at padding; outputs there are zero, and everything else is as if the row were not padded (see
             `causal_conv1d` and `gated_delta_rule`).
         activation: of the convolution: "silu", or None.
-        scale, l2norm_eps, chunk_size, implementation, precision, state_dtype, residuals: as in `gated_delta_rule`;
+        scale, l2norm_eps, chunk_size, implementation, precision, state_dtype, decay_dtype, residuals: as in
+            `gated_delta_rule`;
             "implementation" chooses the convolution's engine as well, so that "chunked" has every derivative.
         strict_hf_rounding: round as Hugging Face's bfloat16 models do: the convolution before its activation, and β.
             No difference in float32.
@@ -147,12 +150,13 @@ def gated_delta_net(
     )  # fmt: skip
     check_options(
         op, chunk_size=chunk_size, implementation=implementation, precision=precision, state_dtype=state_dtype,
-        residuals=residuals, scale=scale, l2norm_eps=l2norm_eps,
+        decay_dtype=decay_dtype, residuals=residuals, scale=scale, l2norm_eps=l2norm_eps,
     )  # fmt: skip
     check_conv_options(op, activation=activation, implementation="auto" if conv_weight is None else implementation)
     if mask is not None:
         # before the gates: their derivatives would turn a masked NaN into one of A_log and dt_bias
         a, b = (jnp.where(mask[..., None], x, 0) for x in (a, b))
+    qkv = checkpoint_name(qkv, "gdn_qkv")
     if conv_weight is None:
         conv_state = jnp.zeros((*qkv.shape[:-2], 0, qkv.shape[-1]), qkv.dtype)
     else:
@@ -162,11 +166,14 @@ def gated_delta_net(
         )  # fmt: skip
         if strict_hf_rounding:
             qkv = _round_then_activate(qkv, activation)
-    g, beta = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
+        qkv = checkpoint_name(qkv, "gdn_conv_out")
+    gates = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
+    g, beta = (checkpoint_name(x, "gdn_gates") for x in gates)
     out, state = apply(
         op, (qkv,), g, beta, initial_state, segment_ids, mask, key_heads=num_key_heads, key_size=key_head_size,
         value_size=value_size, scale=scale, l2norm_eps=l2norm_eps, chunk_size=chunk_size,
-        implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
+        implementation=implementation, precision=precision, state_dtype=state_dtype, decay_dtype=decay_dtype,
+        residuals=residuals, overwrite=conv_weight is not None,
     )  # fmt: skip
     return out.reshape(*out.shape[:-2], -1), conv_state, state
 

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", default="16/64", help="key and value heads (default: 16/64)")
     parser.add_argument("--size", type=int, default=128, help="size of a head (default: 128)")
     parser.add_argument("--states-every", type=int, help="see deltanox.ops.Residuals (default: its own)")
+    parser.add_argument("--t-inv", choices=("save", "recompute"), default="recompute", help="see Residuals")
     parser.add_argument("--precision", choices=("default", "high", "highest"), help="(default: that of bfloat16)")
     parser.add_argument("--conv", type=int, default=0, metavar="W", help="taps of a convolution (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON, a record a pass and length")
@@ -54,7 +55,9 @@ def _compile(arguments: argparse.Namespace, name: str, key_heads: int, heads: in
 
     size, width = arguments.size, arguments.conv
     channels = (2 * key_heads + heads) * size
-    residuals = Residuals() if arguments.states_every is None else Residuals(states_every=arguments.states_every)
+    saved = arguments.t_inv == "save"  # in chunks of 128 tokens
+    every = (1 if saved else 2) if arguments.states_every is None else arguments.states_every
+    residuals = Residuals(states_every=every, t_inv=arguments.t_inv)
 
     def struct(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -70,7 +73,7 @@ def _compile(arguments: argparse.Namespace, name: str, key_heads: int, heads: in
     def core(arrays, ids):
         return gated_delta_net(
             **arrays, segment_ids=ids, num_key_heads=key_heads, key_head_size=size, implementation="pallas",
-            residuals=residuals, precision=arguments.precision,
+            residuals=residuals, precision=arguments.precision, chunk_size=128 if saved else 64,
         )  # fmt: skip
 
     def gradient(arrays, ids, cotangents):

@@ -48,6 +48,11 @@ class Options(NamedTuple):
     key_heads: int
     key_size: int
     engine: Literal["auto", "xla", "pallas"]
+    overwrite: bool = False  # the merged array is nobody else's: its cotangent may take its place
+
+    @property
+    def keep_t(self) -> bool:
+        return self.residuals.t_inv == "save"
 
 
 class Decay(NamedTuple):
@@ -84,8 +89,11 @@ class Plan(NamedTuple):
 
 
 def plan(length: int, options: Options) -> Plan:
-    """Groups of `states_every` chunks; a short sequence gets a smaller chunk, and one group of the chunks it has."""
-    size = min(options.chunk_size, max(BLOCK, 1 << (length - 1).bit_length()))
+    """Groups of `states_every` chunks; a short sequence gets one group of the chunks it has, and a smaller chunk, but
+    where T^-1 has to fit the kernels' record."""
+    size = options.chunk_size
+    if not (options.keep_t and options.engine == "auto"):
+        size = min(size, max(BLOCK, 1 << (length - 1).bit_length()))
     total = -(-length // size)
     chunks = min(options.residuals.states_every, total)
     return Plan(length, -(-total // chunks), chunks, size)

@@ -81,7 +81,7 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
 
 
 def check_options(
-    op: str, *, chunk_size, implementation, precision, state_dtype, residuals, scale=None, l2norm_eps=1e-6
+    op: str, *, chunk_size, implementation, precision, state_dtype, decay_dtype, residuals, scale=None, l2norm_eps=1e-6
 ) -> None:
     """Raise ValueError unless the options are ones that exist."""
     whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
@@ -100,11 +100,12 @@ def check_options(
             x is None or (isinstance(x, (int, float)) and not isinstance(x, bool)),
             f"{op}: `{name}` must be a Python number, but it is {describe(x)}: it is compiled into the op",
         )
-    try:
-        floating = jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
-    except TypeError:
-        floating = False
-    require(floating, f"{op}: `state_dtype` must be a float dtype such as jnp.float32, but it is {state_dtype!r}")
+    for name, dtype in (("state_dtype", state_dtype), ("decay_dtype", decay_dtype)):
+        try:
+            floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        except TypeError:
+            floating = False
+        require(floating, f"{op}: `{name}` must be a float dtype such as jnp.float32, but it is {dtype!r}")
 
 
 def check_inputs(

@@ -34,6 +34,7 @@ def gated_delta_rule(
     implementation: Implementation = "auto",
     precision: Precision | None = None,
     state_dtype: Any = jnp.float32,
+    decay_dtype: Any = jnp.float32,
     residuals: Residuals = Residuals(),  # noqa: B008 (frozen)
 ) -> tuple[Float[Array, "*B T H V"], State]:
     r"""The gated delta rule over a sequence.
@@ -66,6 +67,7 @@ def gated_delta_rule(
             always; the kernels' "high" is three passes everywhere.
         state_dtype: dtype to which states are rounded between chunks, and in which they are kept for the backward pass;
             all else of the recurrence is float32.
+        decay_dtype: dtype to which g and beta are rounded and in which they are kept; sums of g are float32.
         residuals: what the forward pass keeps for the backward pass of "xla" and "pallas".
 
     Returns: `(out, final_state)`: out in v's dtype; final_state, after the last segment's last token, in float32
@@ -81,7 +83,8 @@ def gated_delta_rule(
     | "auto" | the kernels where a TPU is compiled for and they can take the inputs, else "xla" | reverse mode, once |
 
     The kernels take float32 and bfloat16, head sizes of 64, 128 and 256 and any numbers of heads, and keep states at
-    multiples of 128 tokens (`chunk_size` × `residuals.states_every`); their own chunk is 128 tokens.
+    multiples of 128 tokens (`chunk_size` × `residuals.states_every`); their own chunk is 128 tokens, and `chunk_size`
+    must be that where T^-1 is kept.
 
     Raises: ValueError with the argument, the shapes received and the remedy, for all that shapes and dtypes can tell;
         `check_inputs` looks at values; for "pallas" also with what the kernels cannot take. NotImplementedError at a
@@ -98,6 +101,7 @@ def gated_delta_rule(
         implementation=implementation,
         precision=precision,
         state_dtype=state_dtype,
+        decay_dtype=decay_dtype,
         residuals=residuals,
         scale=scale,
         l2norm_eps=l2norm_eps,
@@ -105,15 +109,18 @@ def gated_delta_rule(
     return apply(
         name, (q, k, v), g, beta, initial_state, segment_ids, mask, key_heads=q.shape[-2], key_size=q.shape[-1],
         value_size=v.shape[-1], scale=scale, l2norm_eps=l2norm_eps if use_qk_l2norm else None, chunk_size=chunk_size,
-        implementation=implementation, precision=precision, state_dtype=state_dtype, residuals=residuals,
+        implementation=implementation, precision=precision, state_dtype=state_dtype, decay_dtype=decay_dtype,
+        residuals=residuals,
     )  # fmt: skip
 
 
 def apply(
     op: str, arrays: tuple[Array, ...], g, beta, initial_state, segment_ids, mask, *, key_heads: int, key_size: int,
-    value_size: int, scale, l2norm_eps: float | None, chunk_size, implementation, precision, state_dtype, residuals,
+    value_size: int, scale, l2norm_eps: float | None, chunk_size, implementation, precision, state_dtype, decay_dtype,
+    residuals, overwrite: bool = False,
 ) -> tuple[Float[Array, "*B T H V"], State]:  # fmt: skip
-    """The rule on checked arguments: `arrays` are q, k, v, or the merged array [*B T 2hK+HV]."""
+    """The rule on checked arguments: `arrays` are q, k, v, or the merged array [*B T 2hK+HV], which is nobody else's
+    with `overwrite`."""
     *lead, length, heads = beta.shape
     dtype = arrays[0].dtype
     accumulate = accumulator(dtype)
@@ -121,12 +128,14 @@ def apply(
     def flat(x, axes) -> Any:
         return None if x is None else x.reshape(-1, *x.shape[x.ndim - axes :])
 
-    g = jnp.zeros(beta.shape, accumulate) if g is None else g.astype(accumulate)
+    # float64 stays float64
+    gate_dtype = accumulate if decay_dtype == jnp.float32 else jnp.dtype(decay_dtype)
+    g = jnp.zeros(beta.shape, gate_dtype) if g is None else g.astype(gate_dtype)
     if initial_state is None:
         initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)
     inputs = Inputs(
         tuple(flat(x, x.ndim - len(lead)) for x in arrays),
-        *(flat(x, 2) for x in (g, beta.astype(accumulate))),
+        *(flat(x, 2) for x in (g, beta.astype(gate_dtype))),
         *(flat(x, 1) for x in (boundaries(segment_ids, mask), mask)),
     )
     state = flat(initial_state.astype(accumulate), 3)
@@ -134,8 +143,9 @@ def apply(
     if precision is None:
         precision = "highest" if dtype in (jnp.float32, jnp.float64) else "default"
     options = Options(
-        factor, l2norm_eps, chunk_size, precision, jnp.dtype(state_dtype), residuals, key_heads, key_size, "xla"
-    )
+        factor, l2norm_eps, chunk_size, precision, jnp.dtype(state_dtype), residuals, key_heads, key_size, "xla",
+        overwrite,
+    )  # fmt: skip
     if implementation in ("reference", "chunked"):
         tokens = unmerged(inputs, heads, options)
         arguments = (*tokens[:5], state, *tokens[5:])

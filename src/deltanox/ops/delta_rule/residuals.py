@@ -14,11 +14,11 @@ class Residuals:
       B H K V T / (n C) bytes in float32; the states between are computed again. The default of 2 is every 128 tokens,
       the least that the TPU kernels take; on a CPU 1 is 7 % faster, on a TPU more cost nothing but the kernels' own
       memory, up to 8 or 16.
-    - `t_inv`: "save" keeps T = (I + A)^-1 of every chunk, `[*B, N, H, C, C]`, 4 B H C T bytes in float32; "recompute"
-      inverts again.
+    - `t_inv`: "save" keeps T = (I + A)^-1 of every chunk, `[*B, N, H, C, C]`, 4 B H C T bytes in float32, half of that
+      in the bfloat16 of the kernels' "default" precision; "recompute" inverts again. The kernels keep
+      (I + strict(Γ ∘ K Kᵀ) diag(β))^-1, which serves as well, for chunks of 128 tokens.
     - `out`: "save" keeps the output `[*B, T, H, V]` under its own name, so that a rematerialisation policy can spare
-      the
-      second forward pass; "recompute" leaves it to the caller.
+      the second forward pass; "recompute" leaves it to the caller.
     """
 
     states_every: int = 2

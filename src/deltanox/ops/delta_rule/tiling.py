@@ -41,7 +41,7 @@ class Tiling:
 class Problem:
     """What a tiling depends on. `every` counts chunks from one kept state to the next, at most as many as there are;
     `width` is bytes of an activation, `kept` bytes of a kept state's number (0: none are kept); `narrow` says that T is
-    held in bfloat16."""
+    held in bfloat16, `inverted` that it is kept."""
 
     key_heads: int
     heads: int
@@ -52,6 +52,7 @@ class Problem:
     width: int
     kept: int
     narrow: bool
+    inverted: bool = False
 
 
 def vmem_bytes(kernel: str, tiling: Tiling, p: Problem) -> int:
@@ -60,15 +61,17 @@ def vmem_bytes(kernel: str, tiling: Tiling, p: Problem) -> int:
     heads = tiling.key_heads * p.heads // p.key_heads
     keys, values = (_lanes(n * size) for n, size in ((tiling.key_heads, p.key_size), (heads, p.value_size)))
     state = heads * p.key_size * _lanes(p.value_size)
+    triangles = heads * CHUNK * CHUNK * (2 if p.narrow else 4) * tiling.chunks  # T
     gates = 2 * -(-heads // 8) * 8 * tiling.tile * 4
     if kernel == "forward":
         kept = max(tiling.chunks // p.every, 1) * state * p.kept
         blocks = tiling.tile * (2 * keys + 2 * values) * p.width + gates + 2 * state * 4 + kept
+        blocks += triangles if p.inverted else 0
         return 2 * blocks + state * 4
     kept = tiling.chunks // p.every * state * p.kept
     blocks = tiling.tile * (4 * keys + 3 * values) * p.width + 2 * gates + 2 * state * 4 + kept
-    triangles, new = heads * CHUNK * CHUNK, heads * CHUNK * _lanes(p.value_size)
-    return 2 * blocks + 2 * state * 4 + tiling.chunks * ((state + new) * 4 + triangles * (2 if p.narrow else 4))
+    new = heads * CHUNK * _lanes(p.value_size)
+    return 2 * blocks + 2 * state * 4 + tiling.chunks * (state + new) * 4 + triangles * (2 if p.inverted else 1)
 
 
 def spill_bytes(kernel: str, tiling: Tiling, p: Problem) -> int:

@@ -37,8 +37,11 @@ def unsupported(inputs: Inputs, options: Options, value_size: int) -> str | None
             f"states are kept at multiples of {CHUNK} tokens, but chunk_size × residuals.states_every = {stride}: "
             f"set states_every to a multiple of {max(CHUNK // options.chunk_size, 1)}"
         )
-    if options.residuals.t_inv == "save":
-        return "the kernels compute T^-1 again: leave residuals.t_inv at 'recompute'"
+    if options.keep_t and options.chunk_size != CHUNK:
+        return (
+            f"T^-1 is kept for chunks of {CHUNK} tokens, but chunk_size = {options.chunk_size}: set "
+            f"chunk_size={CHUNK}, or residuals.t_inv to 'recompute'"
+        )
     return None
 
 
@@ -60,7 +63,8 @@ def _columns(inputs: Inputs, state, options: Options) -> tuple[Columns, Columns,
 
 
 def _rows(inputs: Inputs) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]:
-    g, beta, boundary, mask = inputs[1:]
+    g, beta = (x.astype(jnp.float32) for x in (inputs.g, inputs.beta))
+    boundary, mask = inputs[3:]
     forget = g < RESET
     if boundary is not None:
         forget |= boundary[..., None]
@@ -68,6 +72,11 @@ def _rows(inputs: Inputs) -> tuple[Float[Array, "B H T"], Float[Array, "B H T"]]
     if mask is not None:
         g, beta = (jnp.where(mask[..., None], x, 0) for x in (g, beta))
     return jnp.swapaxes(g, 1, 2), jnp.swapaxes(beta, 1, 2)
+
+
+def kept_t_dtype(precision: str):
+    """Of T^-1 in the record."""
+    return jnp.bfloat16 if PARTS[precision].inverse == 1 else jnp.float32
 
 
 def _settings(kernel: str, inputs: Inputs, state_shape, options: Options, keep: bool = True) -> dict[str, Any]:
@@ -78,7 +87,8 @@ def _settings(kernel: str, inputs: Inputs, state_shape, options: Options, keep: 
     every = min(options.chunk_size * options.residuals.states_every // CHUNK, -(-length // CHUNK))
     problem = Problem(
         options.key_heads, heads, options.key_size, value_size, length, every, width,
-        jnp.dtype(options.state_dtype).itemsize if keep else 0, PARTS[options.precision].inverse == 1,
+        jnp.dtype(options.state_dtype).itemsize if keep else 0, kept_t_dtype(options.precision) == jnp.bfloat16,
+        keep and options.keep_t,
     )  # fmt: skip
     return dict(
         tiling=choose(kernel, problem), scale=options.scale, eps=options.l2norm_eps, precision=options.precision,
@@ -88,32 +98,32 @@ def _settings(kernel: str, inputs: Inputs, state_shape, options: Options, keep: 
 
 @functools.partial(jax.jit, static_argnames=("options", "keep", "interpret"))
 def run(inputs: Inputs, state: Float[Array, "B H K V"], *, options: Options, keep: bool, interpret: Any):
-    """Output [B T H V], final state and the states before every n-th chunk [B N H K V] (with `keep`)."""
+    """Output [B T H V], final state and, with `keep`, the states before every n-th chunk [B N H K V] and, where
+    the record has it, the inverse of each [B M H C C]: of I + M diag(β), see `tpu_forward.py`."""
     heads, value_size = state.shape[1], state.shape[3]
-    out, final, states = forward(
+    out, final, states, u = forward(
         *_columns(inputs, state, options), *_rows(inputs), state,
-        **_settings("forward", inputs, state.shape, options, keep), keep=keep, kept_dtype=options.state_dtype,
-        interpret=interpret,
+        **_settings("forward", inputs, state.shape, options, keep), keep=keep,
+        keep_u=keep and options.keep_t, kept_dtype=options.state_dtype, interpret=interpret,
     )  # fmt: skip
-    return out.reshape(*out.shape[:2], heads, value_size), final, states
+    return out.reshape(*out.shape[:2], heads, value_size), final, states, u
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def gradients(inputs: Inputs, states, out_bar, state_bar, *, options: Options, interpret: Any):
-    """Cotangents of the arrays, of g and beta, and of the initial state."""
+def gradients(inputs: Inputs, states, u, out_bar, state_bar, *, options: Options, interpret: Any):
+    """Cotangents of the arrays, of g and beta, and of the initial state, from the record of `run`."""
     mask = inputs.mask
     if mask is not None:
         out_bar = jnp.where(mask[..., None, None], out_bar, 0)
-    q, k, v, g, beta, before = backward(
-        *_columns(inputs, state_bar, options), *_rows(inputs), states,
-        out_bar.reshape(*out_bar.shape[:2], -1), state_bar,
+    arrays, g, beta, before = backward(
+        *_columns(inputs, state_bar, options), *_rows(inputs), states, u,
+        out_bar.reshape(*out_bar.shape[:2], -1), state_bar, overwrite=options.overwrite,
         **_settings("backward", inputs, state_bar.shape, options), interpret=interpret,
     )  # fmt: skip
-    g, beta = jnp.swapaxes(g, 1, 2), jnp.swapaxes(beta, 1, 2)
-    if len(inputs.arrays) == 1:
-        arrays = (jnp.concatenate([q, k, v], axis=-1),)
-    else:
-        arrays = tuple(x.reshape(like.shape) for x, like in zip((q, k, v), inputs.arrays))
+    g, beta = (jnp.swapaxes(x, 1, 2).astype(like.dtype) for x, like in ((g, inputs.g), (beta, inputs.beta)))
+    if len(inputs.arrays) < len(arrays):
+        arrays = (jnp.concatenate(arrays, axis=-1),)
+    arrays = tuple(x.reshape(like.shape) for x, like in zip(arrays, inputs.arrays))
     if mask is not None:
         g, beta, *arrays = (jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0) for x in (g, beta, *arrays))
     return tuple(arrays), g, beta, before

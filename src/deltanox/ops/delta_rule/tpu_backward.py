@@ -11,6 +11,9 @@ diagonal, Y = dO Ñᵀ on and below it, W = Γ ∘ K Kᵀ, A = Γ ∘ Q Kᵀ:
     Z = X ∘ W + Y ∘ A          dβ_j = Σ_i Z_ij + d_j Ñ_j·(K dS')_j
 
 and dg from the pairs Z diag(β) below the diagonal, from c and from d, as in `backward.py`.
+
+q, k and v that are columns of one array get their cotangents in the columns of one array, which may be theirs: then
+the kernel moves its columns itself (`tpu_columns.py`), since the pipeline of Pallas writes one block an output.
 """
 
 import functools
@@ -23,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from .tiling import CHUNK, Tiling
+from .tpu_columns import Moves, in_one_array
 from .tpu_common import (
     PARTS,
     Columns,
@@ -44,7 +48,10 @@ def _kernel(
     carry, running, all_states, all_u, all_new,
     *, tiling: Tiling, ratio: int, length: int, scale: float, eps: float | None, precision: str, every: int,
     valid: bool,
+    inverted: bool,
 ):  # fmt: skip
+    """A tile of tokens for some key heads. q, k, v, their cotangents and the output's are [tokens, heads · size];
+    `all_u` is U, of the record (`inverted`) or the scratch for it."""
     size, chunks, key_count = CHUNK, tiling.chunks, tiling.key_heads
     heads, key_size, value_size = carry.shape
     of = range(heads)
@@ -57,7 +64,7 @@ def _kernel(
 
     def load(ref, i, head, width):
         rows = pl.ds(i * size, size)
-        x = ref[0, rows, head * width : (head + 1) * width]
+        x = ref[rows, head * width : (head + 1) * width]
         if valid:
             return x
         left = length - tile * tiling.tile - i * size
@@ -80,7 +87,10 @@ def _kernel(
         gate, keys, pairs = local(i, tri)
         start, written = gate.start.T, (gate.end * gate.rate).T
         keys_t = [split(x.k.T, parts.keys) for x in keys]
-        us = inverse([pairs[h] * gate.rate[h : h + 1] * keys[h // ratio].gram for h in of], parts.inverse)
+        if inverted:
+            us = [all_u[i, h] for h in of]
+        else:
+            us = inverse([pairs[h] * gate.rate[h : h + 1] * keys[h // ratio].gram for h in of], parts.inverse)
 
         @pl.when(i % every == 0)
         def _():
@@ -93,7 +103,8 @@ def _kernel(
         new = [product(split(us[h], parts.inverse), split(rest[h], parts.inverse)) for h in of]
         for h in of:
             all_states[i, h] = state[h]
-            all_u[i, h] = us[h].astype(all_u.dtype)
+            if not inverted:
+                all_u[i, h] = us[h].astype(all_u.dtype)
             all_new[i, h] = new[h].astype(all_new.dtype)
         if every > 1:
             for h in of:
@@ -121,7 +132,7 @@ def _kernel(
         new_bar = [product(reads[h], out_bars[h], (0, 0)) + written[:, h : h + 1] * ahead[h] for h in of]
         rest_bar = [product(split(all_u[i, h], parts.inverse), split(new_bar[h], parts.inverse), (0, 0)) for h in of]
         for h in of:
-            v_bar_ref[0, rows, h * value_size : (h + 1) * value_size] = rest_bar[h].astype(v_bar_ref.dtype)
+            v_bar_ref[rows, h * value_size : (h + 1) * value_size] = rest_bar[h].astype(v_bar_ref.dtype)
 
         # the pairs within the chunk
         news = [split(x, parts.new) for x in new]
@@ -160,7 +171,7 @@ def _kernel(
                 k_bar = key.k_norm * (k_bar - key.k * jnp.sum(key.k * k_bar, axis=1, keepdims=True))
                 q_bar = key.q_norm * (q_bar - unit * jnp.sum(unit * q_bar, axis=1, keepdims=True))
             for ref, x in ((k_bar_ref, k_bar), (q_bar_ref, q_bar)):
-                ref[0, rows, j * key_size : (j + 1) * key_size] = x.astype(ref.dtype)
+                ref[rows, j * key_size : (j + 1) * key_size] = x.astype(ref.dtype)
 
         # gates, as rows
         exact = 2 if precision == "default" else 3
@@ -203,6 +214,7 @@ def backward(
     g: Float[Array, "B H T"],
     rate: Float[Array, "B H T"],
     states: Float[Array, "B N H K V"],
+    u: Float[Array, "B M H C C"] | None,
     out_bar: Float[Array, "B T HV"],
     final_bar: Float[Array, "B H K V"],
     *,
@@ -211,10 +223,13 @@ def backward(
     eps: float | None,
     precision: str,
     every: int,
+    overwrite: bool,
     vmem: int,
     interpret: Any,
 ) -> tuple:
-    """Cotangents of q, k, v [B, T, heads · size] in their dtype, of g and rate [B, H, T], of the initial state."""
+    """Cotangents: a tuple of those of q, k and v [B, T, heads · size] in their dtype, or of the one of an array that
+    has them side by side; of g and rate [B, H, T]; of the initial state. `overwrite`: that one array may become its
+    cotangent."""
     batch, length = q.array.shape[:2]
     ratio = v.heads // q.heads
     heads = tiling.key_heads * ratio
@@ -223,6 +238,11 @@ def backward(
     steps = q.heads // tiling.key_heads
     assert tiling.chunks % every == 0
     g, rate = as_rows(g, steps, pad), as_rows(rate, steps, pad)
+    dtype, narrow = q.array.dtype, jnp.bfloat16 if PARTS[precision].inverse == 1 else jnp.float32
+    body = functools.partial(
+        _kernel, tiling=tiling, ratio=ratio, length=length, scale=scale, eps=eps, precision=precision, every=every,
+        valid=pad == 0, inverted=u is not None,
+    )  # fmt: skip
 
     def columns(x: Columns, count: int):
         return column_block(x, count, tiling.tile, pad, lambda t: tiles - 1 - t)
@@ -230,47 +250,70 @@ def backward(
     def tokens(width: int):
         return pl.BlockSpec((1, tiling.tile, width), lambda b, j, t: (b, tiles - 1 - t, j))
 
+    def chunks(count: int, *shape: int):
+        return pl.BlockSpec((1, count, heads, *shape), lambda b, j, t: (b, tiles - 1 - t, j, 0, 0))
+
     row = pl.BlockSpec((1, 1, heads, tiling.tile), lambda b, j, t: (b, j, 0, tiles - 1 - t))
     whole = pl.BlockSpec((1, heads, q.size, v.size), lambda b, j, t: (b, j, 0, 0))
-    saved = pl.BlockSpec(
-        (1, tiling.chunks // every, heads, q.size, v.size), lambda b, j, t: (b, tiles - 1 - t, j, 0, 0)
-    )
-    dtype, narrow = q.array.dtype, jnp.bfloat16 if PARTS[precision].inverse == 1 else jnp.float32
+    parts = tuple(zip((q, k, v), (tiling.key_heads, tiling.key_heads, heads)))
+    scratch = [
+        pltpu.VMEM((heads, q.size, v.size), jnp.float32),
+        pltpu.VMEM((heads, q.size, v.size), jnp.float32),
+        pltpu.VMEM((tiling.chunks, heads, q.size, v.size), jnp.float32),
+        pltpu.VMEM((tiling.chunks, heads, CHUNK, v.size), jnp.float32),
+    ]
+    if u is None:
+        scratch.append(pltpu.VMEM((tiling.chunks, heads, CHUNK, CHUNK), narrow))
+    merged = in_one_array(parts, length)
+    if merged:
+        moves = Moves(parts, tiling.tile, length)
+        arrays, specs = [q.array], [pl.BlockSpec(memory_space=pl.ANY)]
+        shapes, out_specs = [jax.ShapeDtypeStruct(q.array.shape, dtype)], [pl.BlockSpec(memory_space=pl.ANY)]
+        scratch += moves.scratch(dtype)
+    else:
+        arrays, specs = [x.array for x, _ in parts], [columns(*x) for x in parts]
+        shapes = [jax.ShapeDtypeStruct((batch, length, x.heads * x.size), dtype) for x, _ in parts]
+        out_specs = [tokens(count * x.size) for x, count in parts]
+    count = len(arrays)
+
+    def kernel(*refs):
+        xs, (g_ref, rate_ref, states_ref), refs = refs[:count], refs[count : count + 3], list(refs[count + 3 :])
+        u_ref = None if u is None else refs.pop(0).at[0]
+        (out_bar_ref, final_bar_ref), x_bars, refs = refs[:2], refs[2 : 2 + count], refs[2 + count :]
+        (g_bar_ref, rate_bar_ref, state_bar_ref), refs = refs[:3], refs[3:]
+        carry, running, all_states, all_new, *refs = refs
+        all_u = refs.pop(0) if u_ref is None else u_ref
+
+        def run(xs, x_bars):
+            body(
+                *xs, g_ref, rate_ref, states_ref, out_bar_ref.at[0], final_bar_ref, *x_bars, g_bar_ref, rate_bar_ref,
+                state_bar_ref, carry, running, all_states, all_u, all_new,
+            )  # fmt: skip
+
+        if merged:
+            moves.run(run, xs[0], x_bars[0], refs)
+        else:
+            run([x.at[0] for x in xs], [x.at[0] for x in x_bars])
+
     gate = jax.ShapeDtypeStruct(g.shape, jnp.float32)
-    kernel = functools.partial(
-        _kernel, tiling=tiling, ratio=ratio, length=length, scale=scale, eps=eps, precision=precision, every=every,
-        valid=pad == 0,
-    )  # fmt: skip
-    out = Columns(out_bar, 0, v.heads, v.size)
-    q_bar, k_bar, v_bar, g_bar, rate_bar, state_bar = pl.pallas_call(
+    *x_bars, g_bar, rate_bar, state_bar = pl.pallas_call(
         kernel,
         grid=(batch, steps, tiles),
         in_specs=[
-            columns(q, tiling.key_heads), columns(k, tiling.key_heads), columns(v, heads), row, row, saved,
-            columns(out, heads), whole,
+            *specs, row, row, chunks(tiling.chunks // every, q.size, v.size),
+            *([] if u is None else [chunks(tiling.chunks, CHUNK, CHUNK)]),
+            columns(Columns(out_bar, 0, v.heads, v.size), heads), whole,
         ],
-        out_specs=[
-            tokens(tiling.key_heads * q.size), tokens(tiling.key_heads * q.size), tokens(heads * v.size), row, row,
-            whole,
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, length, q.heads * q.size), dtype),
-            jax.ShapeDtypeStruct((batch, length, q.heads * q.size), dtype),
-            jax.ShapeDtypeStruct((batch, length, v.heads * v.size), dtype),
-            gate, gate, jax.ShapeDtypeStruct(final_bar.shape, jnp.float32),
-        ],
-        scratch_shapes=[
-            pltpu.VMEM((heads, q.size, v.size), jnp.float32),
-            pltpu.VMEM((heads, q.size, v.size), jnp.float32),
-            pltpu.VMEM((tiling.chunks, heads, q.size, v.size), jnp.float32),
-            pltpu.VMEM((tiling.chunks, heads, CHUNK, CHUNK), narrow),
-            pltpu.VMEM((tiling.chunks, heads, CHUNK, v.size), jnp.float32),
-        ],
+        out_specs=[*out_specs, row, row, whole],
+        out_shape=[*shapes, gate, gate, jax.ShapeDtypeStruct(final_bar.shape, jnp.float32)],
+        scratch_shapes=scratch,
+        # the interpreter cannot alias where blocks reach over the edge
+        input_output_aliases={0: 0} if merged and overwrite and not (interpret and pad) else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem
         ),
         interpret=interpret,
         name="gdn_backward",
-    )(q.array, k.array, v.array, g, rate, states, out_bar, final_bar)  # fmt: skip
+    )(*arrays, g, rate, states, *([] if u is None else [u]), out_bar, final_bar)  # fmt: skip
     g_bar, rate_bar = (x.reshape(batch, v.heads, -1)[..., :length] for x in (g_bar, rate_bar))
-    return q_bar, k_bar, v_bar, g_bar, rate_bar, state_bar
+    return tuple(x_bars), g_bar, rate_bar, state_bar

@@ -33,7 +33,7 @@ from .tpu_common import (
 
 
 def _kernel(
-    q_ref, k_ref, v_ref, g_ref, rate_ref, state_ref, out_ref, final_ref, states_ref, carry,
+    q_ref, k_ref, v_ref, g_ref, rate_ref, state_ref, out_ref, final_ref, states_ref, u_ref, carry,
     *, tiling: Tiling, ratio: int, length: int, scale: float, eps: float | None, precision: str, every: int,
     valid: bool,
     kept_dtype,
@@ -72,7 +72,8 @@ def _kernel(
         pairs = [pair_decays(gate, h, tri, parts.gates or 3) * gate.rate[h : h + 1] for h in of]
         m = [pairs[h] * keys[h // ratio].gram for h in of]
         a = [split(pairs[h] * keys[h // ratio].read, parts.new) for h in of]
-        u = [split(x, parts.inverse) for x in inverse(m, parts.inverse)]
+        inverses = inverse(m, parts.inverse)
+        u = [split(x, parts.inverse) for x in inverses]
         state = [carry[h] for h in of]
         met = [product(keys[h // ratio].both, split(state[h], parts.state)) for h in of]
         rest = [load(v_ref, h, value_size).astype(jnp.float32) - start[:, h : h + 1] * met[h][:size] for h in of]
@@ -80,6 +81,9 @@ def _kernel(
         for h in of:
             out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
             out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
+        if u_ref is not None:
+            for h in of:
+                u_ref[0, i, h] = inverses[h].astype(u_ref.dtype)
         if states_ref is not None:
 
             @pl.when((tile * chunks + i) % every == 0)
@@ -115,11 +119,15 @@ def forward(
     precision: str,
     every: int,
     keep: bool,
+    keep_u: bool,
     kept_dtype,
     vmem: int,
     interpret: Any,
-) -> tuple[Float[Array, "B T HV"], Float[Array, "B H K V"], Float[Array, "B N H K V"] | None]:
-    """Output, final state and, with `keep`, the states before every n-th chunk in `kept_dtype`."""
+) -> tuple[
+    Float[Array, "B T HV"], Float[Array, "B H K V"], Float[Array, "B N H K V"] | None, Float[Array, "B M H C C"] | None
+]:
+    """Output, final state; with `keep`, the states before every n-th chunk in `kept_dtype`; with `keep_u`, U of every
+    chunk."""
     batch, length = q.array.shape[:2]
     ratio = v.heads // q.heads
     heads = tiling.key_heads * ratio
@@ -145,14 +153,23 @@ def forward(
         repeat = max(every // tiling.chunks, 1)
         out_specs.append(pl.BlockSpec((1, count, heads, q.size, v.size), lambda b, j, t: (b, t // repeat, j, 0, 0)))
         out_shape.append(jax.ShapeDtypeStruct((batch, -(-chunks // every), v.heads, q.size, v.size), kept_dtype))
-    kernel = functools.partial(
+    if keep_u:
+        out_specs.append(
+            pl.BlockSpec((1, tiling.chunks, heads, CHUNK, CHUNK), lambda b, j, t: (b, t, j, 0, 0)),
+        )
+        narrow = jnp.bfloat16 if PARTS[precision].inverse == 1 else jnp.float32
+        out_shape.append(jax.ShapeDtypeStruct((batch, -(-length // CHUNK), v.heads, CHUNK, CHUNK), narrow))
+    body = functools.partial(
         _kernel, tiling=tiling, ratio=ratio, length=length, scale=scale, eps=eps, precision=precision, every=every,
         valid=pad == 0, kept_dtype=kept_dtype,
     )  # fmt: skip
-    if not keep:
-        body = kernel
-        kernel = lambda *refs: body(*refs[:8], None, refs[8])  # noqa: E731
-    out, final, *states = pl.pallas_call(
+
+    def kernel(*refs):
+        *refs, carry = refs
+        kept = iter(refs[8:])
+        body(*refs[:8], next(kept) if keep else None, next(kept) if keep_u else None, carry)
+
+    out, final, *kept = pl.pallas_call(
         kernel,
         grid=(batch, steps, tiles),
         in_specs=[columns(q, tiling.key_heads), columns(k, tiling.key_heads), columns(v, heads), row, row, whole],
@@ -165,4 +182,4 @@ def forward(
         interpret=interpret,
         name="gdn_forward",
     )(q.array, k.array, v.array, g, rate, state)
-    return out, final, states[0] if keep else None
+    return out, final, kept.pop(0) if keep else None, kept.pop(0) if keep_u else None

@@ -13,10 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from .._derivatives import once_differentiable
+from .._dtypes import accumulator
 from .._kernels import by_platform, folded
 from . import tpu
 from .backward import backward
-from .chunked import Options, Tokens, carried, forward, join, plan, returned, split
+from .chunked import Options, Plan, Tokens, carried, forward, join, plan, returned, split
 from .tpu import Inputs
 
 
@@ -24,7 +25,7 @@ class Saved(NamedTuple):
     """What the forward pass keeps, besides the arguments: G groups of n chunks (`Residuals.states_every`)."""
 
     states: Float[Array, "B G H K V"]  # before each group, in `state_dtype`
-    t_inv: Float[Array, "G n B h r C C"] | None
+    t_inv: Float[Array, "B N H C C"] | None  # of each chunk, as the engine that ran needs it
     out: Float[Array, "B T H V"] | None
 
 
@@ -40,7 +41,21 @@ def unmerged(inputs: Inputs, heads: int, options: Options) -> Tokens:
     arrays = inputs.arrays
     if len(arrays) == 1:
         arrays = split_merged(arrays[0], options.key_heads, options.key_size, heads)
-    return Tokens(*arrays, *inputs[1:])
+    accumulate = accumulator(arrays[0].dtype)
+    return Tokens(*arrays, *(x.astype(accumulate) for x in (inputs.g, inputs.beta)), inputs.boundary, inputs.mask)
+
+
+def _joined_t(t: Float[Array, "G n B h r C C"], p: Plan) -> Float[Array, "B N H C C"]:
+    """One axis of chunks, the padding's left out, and one of heads."""
+    groups, chunks, batch, h, r, size, _ = t.shape
+    t = jnp.moveaxis(t, 2, 0).reshape(batch, groups * chunks, h * r, size, size)
+    return t[:, : -(-p.length // p.size)]
+
+
+def _split_t(t: Float[Array, "B N H C C"], p: Plan, key_heads: int) -> Float[Array, "G n B h r C C"]:
+    t = jnp.pad(t, ((0, 0), (0, p.groups * p.chunks - t.shape[1]), *[(0, 0)] * 3))
+    t = t.reshape(t.shape[0], p.groups, p.chunks, key_heads, -1, p.size, p.size)
+    return jnp.moveaxis(t, 0, 2)
 
 
 def _run_xla(inputs: Inputs, initial_state, *, options: Options, keep: bool):
@@ -52,10 +67,13 @@ def _run_xla(inputs: Inputs, initial_state, *, options: Options, keep: bool):
 
     def group(state, tokens):
         after, out, t = forward(tokens, state, options)
-        t = t if keep and options.residuals.t_inv == "save" else None
+        t = t if keep and options.keep_t else None
         return after, (out, returned(state).astype(kept_dtype) if keep else None, t)
 
     state, (out, states, t_inv) = jax.lax.scan(group, carried(initial_state, tokens.k.shape[2]), split(tokens, p))
+    if t_inv is not None:
+        t_inv = _joined_t(t_inv, p)
+        t_inv = t_inv.astype(tpu.kept_t_dtype(options.precision)) if options.engine == "auto" else t_inv
     return join(out, p), returned(state), None if states is None else jnp.moveaxis(states, 0, 1), t_inv
 
 
@@ -74,7 +92,7 @@ def _run(options: Options, inputs: Inputs, initial_state, *, keep: bool):
         return _run_xla(inputs, state, options=options, keep=keep)
 
     def kernel(inputs, state, *, interpret):
-        return *tpu.run(inputs, state, options=options, keep=keep, interpret=interpret), None
+        return tpu.run(inputs, state, options=options, keep=keep, interpret=interpret)
 
     return _on_engine(options, xla, kernel, inputs, initial_state)
 
@@ -109,9 +127,11 @@ def _gradients_xla(inputs: Inputs, saved: Saved, out_bar, state_bar, *, options:
         state = carried(state.astype(state_bar.dtype), tokens.k.shape[-2])
         return backward(tokens, state, out_bar, state_bar, t, options)
 
-    xs = (*split((tokens,), p), jnp.moveaxis(saved.states, 1, 0), saved.t_inv, split(out_bar, p))
+    t = None if saved.t_inv is None else _split_t(saved.t_inv.astype(state_bar.dtype), p, tokens.k.shape[2])
+    xs = (*split((tokens,), p), jnp.moveaxis(saved.states, 1, 0), t, split(out_bar, p))
     state_bar, bars = jax.lax.scan(group, carried(state_bar, tokens.k.shape[2]), xs, reverse=True)
     *arrays, g, beta = (join(x, p) for x in bars)
+    g, beta = g.astype(inputs.g.dtype), beta.astype(inputs.beta.dtype)
     if len(inputs.arrays) == 1:
         arrays = [jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in arrays], axis=-1)]
     return tuple(arrays), g, beta, returned(state_bar)
@@ -124,7 +144,7 @@ def _backward(options: Options, kept, cotangents):
             return _gradients_xla(inputs, saved, out_bar, state_bar, options=options)
 
         def kernel(inputs, saved, out_bar, state_bar, *, interpret):
-            return tpu.gradients(inputs, saved.states, out_bar, state_bar, options=options, interpret=interpret)
+            return tpu.gradients(inputs, *saved[:2], out_bar, state_bar, options=options, interpret=interpret)
 
         arguments = (inputs, saved._replace(out=None), *cotangents)
         arrays, g, beta, state_bar = _on_engine(options, xla, kernel, *arguments)
