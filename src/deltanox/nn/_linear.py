@@ -11,6 +11,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..ops._manual import alike
 from ..ops._validate import describe, require
 
 INIT_SCALE = 0.02
@@ -51,7 +52,7 @@ def apply_linear(layer: eqx.nn.Linear, x: Float[Array, "*B I"]) -> Float[Array, 
         f"linear: the last axis of `x` must be the layer's input size {weight.shape[1]}, but x is {describe(x)}: "
         f"build the layer with in_size={x.shape[-1]} or give it features of its own size",
     )
-    return _dot(x, weight.astype(x.dtype))
+    return _dot(*alike((x, weight.astype(x.dtype))))
 
 
 def _product(x, weight):

@@ -11,12 +11,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
 from ._dtypes import accumulator
+from ._manual import alike, constants
 
 _ACCELERATORS = ("tpu", "cuda", "rocm")
 
@@ -26,14 +26,14 @@ def block_dot(
 ) -> Float[Array, "G R out"]:
     """y_g = x_g M[group_g]ᵀ, or x_g M[group_g] with `flip` (x's features are I and y's O, or the reverse); zero where
     group_g ≥ E."""
-    return _block_dot(x, matrices, group, flip=flip)
+    return _block_dot(*alike((x, matrices, group)), flip=flip)
 
 
 def block_outer(
     a: Float[Array, "G R O"], b: Float[Array, "G R I"], group: Int[Array, "G"], *, num_groups: int
 ) -> Float[Array, "E O I"]:
     """M_e = Σ over the blocks g of group e of a_gᵀ b_g; blocks with group_g ≥ E are left out."""
-    return _block_outer(a, b, group, num_groups=num_groups)
+    return _block_outer(*alike((a, b, group)), num_groups=num_groups)
 
 
 @partial(jax.jit, static_argnames="flip")
@@ -54,12 +54,12 @@ _outer_p.def_impl(_block_outer)
 @_dot_p.def_abstract_eval
 def _(x, matrices, group, *, flip):
     blocks, rows, _ = x.shape
-    return ShapedArray((blocks, rows, matrices.shape[2 if flip else 1]), x.dtype)
+    return x.update(shape=(blocks, rows, matrices.shape[2 if flip else 1]), weak_type=False)
 
 
 @_outer_p.def_abstract_eval
 def _(a, b, group, *, num_groups):
-    return ShapedArray((num_groups, a.shape[-1], b.shape[-1]), a.dtype)
+    return a.update(shape=(num_groups, a.shape[-1], b.shape[-1]), weak_type=False)
 
 
 # Computed block by block: CPU and anything unknown --------------------
@@ -69,6 +69,9 @@ def _dot_loop(x, matrices, group, *, flip):
     dims = (((1,), (0 if flip else 1,)), ((), ()))
     out_size = matrices.shape[2 if flip else 1]
 
+    def zeros(*shape):
+        return constants(jnp.zeros(shape, x.dtype), x)
+
     def one(g, out):
         rows = jax.lax.dynamic_index_in_dim(x, g, 0, keepdims=False)
 
@@ -76,10 +79,10 @@ def _dot_loop(x, matrices, group, *, flip):
             matrix = jax.lax.dynamic_index_in_dim(matrices, group[g], 0, keepdims=False)
             return jax.lax.dot_general(rows, matrix, dims, preferred_element_type=accumulator(x.dtype)).astype(x.dtype)
 
-        y = jax.lax.cond(group[g] < matrices.shape[0], product, lambda: jnp.zeros((x.shape[1], out_size), x.dtype))
+        y = jax.lax.cond(group[g] < matrices.shape[0], product, lambda: zeros(x.shape[1], out_size))
         return jax.lax.dynamic_update_index_in_dim(out, y, g, 0)
 
-    return jax.lax.fori_loop(0, x.shape[0], one, jnp.zeros((*x.shape[:2], out_size), x.dtype))
+    return jax.lax.fori_loop(0, x.shape[0], one, zeros(*x.shape[:2], out_size))
 
 
 def _outer_loop(a, b, group, *, num_groups):
@@ -96,7 +99,7 @@ def _outer_loop(a, b, group, *, num_groups):
         y = jax.lax.cond(group[g] < num_groups, add, lambda: out[keep])
         return jax.lax.dynamic_update_index_in_dim(out, y, jnp.minimum(group[g], keep), 0)
 
-    zeros = jnp.zeros((num_groups, a.shape[-1], b.shape[-1]), wide)
+    zeros = constants(jnp.zeros((num_groups, a.shape[-1], b.shape[-1]), wide), a)
     return jax.lax.fori_loop(0, a.shape[0], one, zeros).astype(a.dtype)
 
 

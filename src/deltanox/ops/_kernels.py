@@ -11,12 +11,13 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ._manual import constants
+
 _refused = Primitive("tpu_kernel_refused")
-_refused.multiple_results = True
-_refused.def_abstract_eval(lambda *_, outputs, op: [ShapedArray(x.shape, x.dtype) for x in outputs])
+_refused.def_abstract_eval(lambda *, op: ShapedArray((), jnp.float32))
 
 
-def _refuse(context, *_, outputs, op):
+def _refuse(context, *, op):
     platforms = context.platforms or context.module_context.platforms
     raise NotImplementedError(
         f"{op}: implementation='pallas' is a TPU kernel (on a CPU it is interpreted), but it is compiled for "
@@ -34,9 +35,9 @@ def by_platform(kernel: Callable, op: str) -> Callable:
         outputs = jax.eval_shape(partial(kernel, interpret=False), *arrays)
 
         def refuse(*arrays):
-            leaves, tree = jax.tree.flatten(outputs)
-            out = _refused.bind(*jax.tree.leaves(arrays), outputs=tuple(leaves), op=op)
-            return jax.tree.unflatten(tree, out)
+            zero = _refused.bind(op=op)
+            results = jax.tree.map(lambda x: jnp.broadcast_to(zero, x.shape).astype(x.dtype), outputs)
+            return constants(results, jax.tree.leaves(arrays)[0])
 
         return jax.lax.platform_dependent(
             *arrays, cpu=partial(kernel, interpret=True), tpu=partial(kernel, interpret=False), default=refuse

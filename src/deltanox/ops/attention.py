@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from ._derivatives import once_differentiable
 from ._dtypes import accumulator
+from ._manual import alike, constants
 from ._segments import boundaries
 from ._validate import require, require_array, shapes
 
@@ -95,7 +96,8 @@ def causal_attention(
     if block_size == 0:
         out = _dense(q, k, v, offset, query_segments, key_segments, scale)
     else:
-        out = _flash((scale, block_size), q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments)
+        arrays = alike((q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments))
+        out = _flash((scale, block_size), *arrays)
     return jnp.moveaxis(out, -2, -4).reshape(*batch, T, n, v.shape[-1])  # pyright: ignore[reportArgumentType]
 
 
@@ -288,7 +290,7 @@ def _forward_blocks(scale, block_size, q, k, v, offset, query_segments, key_segm
             jnp.zeros((*shape, v.shape[-1]), wide),
         )
         end = jnp.minimum(nk, (offset + (i + 1) * tq - 1) // ts + 1)
-        peak, total, out = jax.lax.fori_loop(0, end, one_key_block, empty)
+        peak, total, out = jax.lax.fori_loop(0, end, one_key_block, constants(empty, q))
         seen = total > 0
         total = jnp.where(seen, total, jnp.ones((), wide))
         # padding keeps a logarithm so large that its weights are zero in the backward pass as well
@@ -340,10 +342,10 @@ def _backward_blocks(scale, block_size, q, k, v, offset, query_segments, key_seg
 
         # the first block with a query that sees this block's first key
         start = jnp.maximum(0, (j * ts - offset) // tq)
-        d_q, d_k, d_v = jax.lax.fori_loop(
-            start, nq, one_query_block, (d_q, jnp.zeros(keys.shape, wide), jnp.zeros(values.shape, wide))
-        )
+        empty = constants((jnp.zeros(keys.shape, wide), jnp.zeros(values.shape, wide)), q)
+        d_q, d_k, d_v = jax.lax.fori_loop(start, nq, one_query_block, (d_q, *empty))
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
-    d_q, (d_k, d_v) = jax.lax.scan(one_key_block, jnp.zeros(q.shape, wide), jnp.arange(nk, dtype=jnp.int32))
+    nothing = constants(jnp.zeros(q.shape, wide), q)
+    d_q, (d_k, d_v) = jax.lax.scan(one_key_block, nothing, jnp.arange(nk, dtype=jnp.int32))
     return d_q[..., :T, :].astype(q.dtype), _join(d_k)[..., :S, :], _join(d_v)[..., :S, :]

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._manual import alike, constants
+
 
 def cross_entropy(
     hidden: Float[Array, "*B T D"],
@@ -67,6 +69,7 @@ def cross_entropy(
         x = jnp.where(real[:, None], x, jnp.zeros((), x.dtype))
         y = jnp.where(real, y, jnp.zeros((), y.dtype))
     size = head.shape[0]
+    x, head, y = alike((x, head, y))
     losses: Array = _one_block(x, head, y) if size <= block_size else _blocks(x, head, y, block_size)  # type: ignore
     # A gather would wrap or clip such a label; a sum over blocks would leave it out. Neither may pass for a loss.
     losses = jnp.where((y >= 0) & (y < size), losses, jnp.full((), jnp.nan, losses.dtype))
@@ -133,7 +136,7 @@ def _blocks_forward(x, head, y, block_size):
         label = label + jnp.where(hits, logits, jnp.zeros((), wide)).sum(axis=1)
         return (higher, total, label), None
 
-    (highest, total, label), _, _ = _over_blocks(step, start, head, block_size)
+    (highest, total, label), _, _ = _over_blocks(step, constants(start, x), head, block_size)
     normaliser = highest + jnp.log(total)
     return normaliser - label, (x, head, y, normaliser)
 
@@ -150,7 +153,7 @@ def _blocks_backward(block_size, residuals, cotangent):
         dblock = jax.lax.dot_general(dlogits, x, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         return dx, dblock.astype(head.dtype)
 
-    dx, dblocks, dlast = _over_blocks(step, jnp.zeros(x.shape, wide), head, block_size)
+    dx, dblocks, dlast = _over_blocks(step, constants(jnp.zeros(x.shape, wide), x), head, block_size)
     dhead = dblocks.reshape(-1, head.shape[1])
     if dlast is not None:
         dhead = jnp.concatenate([dhead, dlast])

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from ..._types import Implementation, Mask, SegmentIds
 from .._dtypes import accumulator
+from .._manual import alike
 from .._segments import boundaries
 from .._validate import require
 from .inputs import check_options, check_shapes
@@ -83,8 +84,9 @@ def causal_conv1d(
         flat(x, 2), flat(initial_state, 2), flat(boundaries(segment_ids, mask), 1), flat(mask, 1),
     )  # fmt: skip
     weight, bias = weight.astype(accumulate), None if bias is None else bias.astype(accumulate)
+    x, weight, bias, initial_state, boundary, mask = alike((x, weight, bias, initial_state, boundary, mask))
     if implementation == "reference":
-        start = jnp.zeros((x.shape[0], past, channels), x.dtype) if initial_state is None else initial_state
+        start = jnp.zeros_like(x, shape=(x.shape[0], past, channels)) if initial_state is None else initial_state
         y, state = reference(x, weight, bias, start, boundary, mask, activation)
     else:
         arrays = (x, weight, bias, initial_state, boundary, mask)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._manual import result
 from .tpu_common import (  # fmt: skip
     HALO,
     LANES,
@@ -199,8 +200,8 @@ def conv_backward(
 
         arrays["before"] = (inputs.x, (None, BEFORE, tiles.channels), before)
     outputs = {
-        "dx": (jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), *arrays["x"][1:]),
-        "dtaps": (jax.ShapeDtypeStruct(inputs.taps.shape, jnp.float32), *arrays["taps"][1:]),
+        "dx": (result(inputs.x.shape, inputs.x.dtype, inputs.x), *arrays["x"][1:]),
+        "dtaps": (result(inputs.taps.shape, jnp.float32, inputs.taps), *arrays["taps"][1:]),
     }
     scratch = {name: pltpu.VMEM((groups, HALO + tiles.tokens, LANES), jnp.float32) for name in ("xs", "ds")}
     scratch["sums"] = pltpu.VMEM((groups, width + 1, 8, LANES), jnp.float32)

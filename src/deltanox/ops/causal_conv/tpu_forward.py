@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._manual import result
 from .tpu_common import (  # fmt: skip
     HALO,
     LANES,
@@ -101,7 +102,7 @@ def conv_forward(
     batch, length, _ = inputs.x.shape
     tiles = (tiles or TILES).fit(inputs.x)
     scalars, arrays = common_arrays(inputs, options, tiles, lambda t: t, 0)
-    outputs = {"y": (jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), *arrays["x"][1:])}
+    outputs = {"y": (result(inputs.x.shape, inputs.x.dtype, inputs.x), *arrays["x"][1:])}
     scratch = {"xs": pltpu.VMEM((tiles.channels // LANES, HALO + tiles.tokens, LANES), jnp.float32)}
     if inputs.bits is not None:
         scratch["column"] = pltpu.VMEM((tiles.tokens, LANES), jnp.int32)

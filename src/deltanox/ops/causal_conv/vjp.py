@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._derivatives import once_differentiable
+from .._manual import constants
 from . import tpu
 from .shifted import place, preactivation, row, shifted, since_boundary, tap
 
@@ -47,7 +48,11 @@ def once(f: Callable[[], Array], weight: Float[Array, "C W"]) -> Array:
 
     def conditional():
         out = jax.eval_shape(f)
-        return jax.lax.cond(weight[0, 0] == weight[0, 0], f, lambda: jnp.full(out.shape, jnp.nan, out.dtype))
+
+        def never():
+            return constants(jnp.full(out.shape, jnp.nan, out.dtype), weight)
+
+        return jax.lax.cond(weight[0, 0] == weight[0, 0], f, never)
 
     return jax.lax.platform_dependent(cpu=conditional, default=f)
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from ..._types import Implementation, Mask, Precision, SegmentIds, State
 from .._dtypes import accumulator
+from .._manual import alike
 from .._segments import boundaries
 from .chunked import Options, chunked
 from .inputs import check_options, check_shapes
@@ -84,7 +85,8 @@ def gated_delta_rule(
 
     The kernels take float32 and bfloat16, head sizes of 64, 128 and 256 and any numbers of heads, and keep states at
     multiples of 128 tokens (`chunk_size` × `residuals.states_every`); their own chunk is 128 tokens, and `chunk_size`
-    must be that where T^-1 is kept.
+    must be that where T^-1 is kept. Inside `jax.shard_map` over batch and heads everything works, but for "pallas" on a
+    CPU, which needs `check_vma=False` there: JAX's interpreter cannot check the kernels' loops.
 
     Raises: ValueError with the argument, the shapes received and the remedy, for all that shapes and dtypes can tell;
         `check_inputs` looks at values; for "pallas" also with what the kernels cannot take. NotImplementedError at a
@@ -138,7 +140,7 @@ def apply(
         *(flat(x, 2) for x in (g, beta.astype(gate_dtype))),
         *(flat(x, 1) for x in (boundaries(segment_ids, mask), mask)),
     )
-    state = flat(initial_state.astype(accumulate), 3)
+    inputs, state = alike((inputs, flat(initial_state.astype(accumulate), 3)))
     factor = key_size**-0.5 if scale is None else float(scale)
     if precision is None:
         precision = "highest" if dtype in (jnp.float32, jnp.float64) else "default"

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._manual import result
 from .tiling import CHUNK, Tiling
 from .tpu_columns import Moves, in_one_array
 from .tpu_common import (
@@ -268,11 +269,11 @@ def backward(
     if merged:
         moves = Moves(parts, tiling.tile, length)
         arrays, specs = [q.array], [pl.BlockSpec(memory_space=pl.ANY)]
-        shapes, out_specs = [jax.ShapeDtypeStruct(q.array.shape, dtype)], [pl.BlockSpec(memory_space=pl.ANY)]
+        shapes, out_specs = [result(q.array.shape, dtype, q.array)], [pl.BlockSpec(memory_space=pl.ANY)]
         scratch += moves.scratch(dtype)
     else:
         arrays, specs = [x.array for x, _ in parts], [columns(*x) for x in parts]
-        shapes = [jax.ShapeDtypeStruct((batch, length, x.heads * x.size), dtype) for x, _ in parts]
+        shapes = [result((batch, length, x.heads * x.size), dtype, x.array) for x, _ in parts]
         out_specs = [tokens(count * x.size) for x, count in parts]
     count = len(arrays)
 
@@ -295,7 +296,7 @@ def backward(
         else:
             run([x.at[0] for x in xs], [x.at[0] for x in x_bars])
 
-    gate = jax.ShapeDtypeStruct(g.shape, jnp.float32)
+    gate = result(g.shape, jnp.float32, g)
     *x_bars, g_bar, rate_bar, state_bar = pl.pallas_call(
         kernel,
         grid=(batch, steps, tiles),
@@ -305,7 +306,7 @@ def backward(
             columns(Columns(out_bar, 0, v.heads, v.size), heads), whole,
         ],
         out_specs=[*out_specs, row, row, whole],
-        out_shape=[*shapes, gate, gate, jax.ShapeDtypeStruct(final_bar.shape, jnp.float32)],
+        out_shape=[*shapes, gate, gate, result(final_bar.shape, jnp.float32, final_bar)],
         scratch_shapes=scratch,
         # the interpreter cannot alias where blocks reach over the edge
         input_output_aliases={0: 0} if merged and overwrite and not (interpret and pad) else {},

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._manual import result
 from .tiling import CHUNK, Tiling
 from .tpu_common import (
     PARTS,
@@ -143,8 +144,8 @@ def forward(
     whole = pl.BlockSpec((1, heads, q.size, v.size), lambda b, j, t: (b, j, 0, 0))
     out_specs = [pl.BlockSpec((1, tiling.tile, heads * v.size), lambda b, j, t: (b, t, j)), whole]
     out_shape = [
-        jax.ShapeDtypeStruct((batch, length, v.heads * v.size), v.array.dtype),
-        jax.ShapeDtypeStruct(state.shape, jnp.float32),
+        result((batch, length, v.heads * v.size), v.array.dtype, state),
+        result(state.shape, jnp.float32, state),
     ]
     if keep:
         assert tiling.chunks % every == 0 or every % tiling.chunks == 0
@@ -152,13 +153,13 @@ def forward(
         count = max(tiling.chunks // every, 1)
         repeat = max(every // tiling.chunks, 1)
         out_specs.append(pl.BlockSpec((1, count, heads, q.size, v.size), lambda b, j, t: (b, t // repeat, j, 0, 0)))
-        out_shape.append(jax.ShapeDtypeStruct((batch, -(-chunks // every), v.heads, q.size, v.size), kept_dtype))
+        out_shape.append(result((batch, -(-chunks // every), v.heads, q.size, v.size), kept_dtype, state))
     if keep_u:
         out_specs.append(
             pl.BlockSpec((1, tiling.chunks, heads, CHUNK, CHUNK), lambda b, j, t: (b, t, j, 0, 0)),
         )
         narrow = jnp.bfloat16 if PARTS[precision].inverse == 1 else jnp.float32
-        out_shape.append(jax.ShapeDtypeStruct((batch, -(-length // CHUNK), v.heads, CHUNK, CHUNK), narrow))
+        out_shape.append(result((batch, -(-length // CHUNK), v.heads, CHUNK, CHUNK), narrow, state))
     body = functools.partial(
         _kernel, tiling=tiling, ratio=ratio, length=length, scale=scale, eps=eps, precision=precision, every=every,
         valid=pad == 0, kept_dtype=kept_dtype,
