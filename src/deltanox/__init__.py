@@ -3,8 +3,9 @@ models.
 
 - `deltanox.ops`: pure functions of arrays, any leading batch axes.
 - `deltanox.nn`: Equinox layers, unbatched under `jax.vmap`.
-- `deltanox.models`: the hybrid block, the language model, Qwen3.5.
+- `deltanox.models`: the hybrid block, the language model, Qwen3.5 and Qwen3-Next.
 - `deltanox.generate`: prefill, decode, sampling.
+- `deltanox.interop`: Hugging Face checkpoints in and out (`import deltanox.interop`; not loaded with the rest).
 - `deltanox.train`: the training loop of the command line (`import deltanox.train`; it is not loaded with the rest).
 
 Shapes are written in every signature and checked by nobody unless you ask: `jaxtyping.install_import_hook("deltanox",
@@ -14,12 +15,16 @@ Shapes are written in every signature and checked by nobody unless you ask: `jax
 from . import generate as generate, models as models, nn as nn, ops as ops
 from .models import (
     QWEN3_5_SIZES as QWEN3_5_SIZES,
+    QWEN3_NEXT_80B_A3B as QWEN3_NEXT_80B_A3B,
     HybridBlock as HybridBlock,
     HybridLM as HybridLM,
     HybridPeriod as HybridPeriod,
     HybridState as HybridState,
+    MTPHead as MTPHead,
     Qwen3_5Config as Qwen3_5Config,
+    Qwen3NextConfig as Qwen3NextConfig,
     qwen3_5 as qwen3_5,
+    qwen3_next as qwen3_next,
 )
 from .nn import (
     CausalConv1d as CausalConv1d,

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from ..nn import RMSNorm, Stack
+from ..nn import KVCache, RMSNorm, Stack
 from ..nn._linear import normal
 from ..ops._dtypes import accumulator
 from ..ops._validate import describe, require
 from ._block import HybridPeriod, HybridState
+from ._mtp import MTPHead
 
 
 class HybridLM(eqx.Module):
@@ -27,6 +28,7 @@ class HybridLM(eqx.Module):
     - `layers`: the stack of periods; `model.layers[i].blocks[j]` is block j of period i.
     - `norm`: the final norm.
     - `head`: [N D], or None where the embedding serves as head too (tied).
+    - `mtp`: the head for one token further, or None; `mtp_logits` runs it.
 
     **Example**
 
@@ -40,6 +42,7 @@ class HybridLM(eqx.Module):
     layers: Stack
     norm: RMSNorm
     head: Float[Array, "N D"] | None
+    mtp: MTPHead | None
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class HybridLM(eqx.Module):
         *,
         eps: float = 1e-6,
         tied_head: bool,
+        make_mtp: Callable[[PRNGKeyArray], MTPHead] | None = None,
         remat: bool | Callable[..., Any] = False,
         unroll: int = 1,
         dtype: DTypeLike,
@@ -62,6 +66,7 @@ class HybridLM(eqx.Module):
         - `num_periods`: how many.
         - `eps`: of the final norm.
         - `tied_head`: use the embedding as head.
+        - `make_mtp`: the head for one token further from a key; None for none.
         - `remat`: recompute each period in the backward pass (see `Stack`).
         - `unroll`: periods that one turn of the loop over the depth runs (see `Stack`).
         - `dtype`: of embedding, norm and head; `make_period` chooses its own.
@@ -78,6 +83,7 @@ class HybridLM(eqx.Module):
         self.layers = Stack(make_period, num_periods, remat=remat, unroll=unroll, key=layers_key)
         self.norm = RMSNorm(embed_size, eps=eps, dtype=dtype)
         self.head = None if tied_head else normal((vocab_size, embed_size), dtype=dtype, key=head_key)
+        self.mtp = None if make_mtp is None else make_mtp(jax.random.fold_in(key, 3))
 
     @property
     def vocab_size(self) -> int:
@@ -176,3 +182,33 @@ class HybridLM(eqx.Module):
         """
         hidden, state, _ = self.hidden(tokens, state, segment_ids=segment_ids, mask=mask, positions=positions)
         return self.logits(hidden), state
+
+    def mtp_logits(
+        self,
+        hidden: Float[Array, "T D"],
+        next_tokens: Int[Array, "T"],
+        state: KVCache | None = None,
+        *,
+        segment_ids: Int[Array, "T"] | None = None,
+        mask: Bool[Array, "T"] | None = None,
+        positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+    ) -> tuple[Float[Array, "T N"], KVCache]:
+        """Logits for the token after the next one, of the multi-token prediction head (`MTPHead`).
+
+        **Arguments:** `hidden`: what the method of that name returns, at tokens t; `next_tokens`: tokens t + 1; `state`: of
+        `model.mtp.init_state` or of an earlier call; the others as in a call, those of tokens t. Where t is a
+        document's last token the logits mean nothing, and nothing of its document sees them.
+
+        **Returns:** `(logits, state)`: float32 logits for tokens t + 2, and the head's cache.
+
+        **Raises:** `ValueError` if the model has no such head, or for shapes that don't fit.
+        """
+        if self.mtp is None:
+            raise ValueError(
+                "HybridLM.mtp_logits: the model has no head for one token further: make it with a config whose "
+                "`mtp_head` is true, or load a checkpoint that has `mtp.*` tensors"
+            )
+        y, state = self.mtp(
+            self.embed(next_tokens, mask), hidden, state, segment_ids=segment_ids, mask=mask, positions=positions
+        )
+        return self.logits(y), state

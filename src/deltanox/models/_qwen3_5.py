@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ..nn import GatedAttention, GatedDeltaNet, SparseMoE, SwiGLU
 from ..ops._validate import require, require_choice
 from ._block import HybridBlock, HybridPeriod
 from ._lm import HybridLM
+from ._mtp import MTPHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Qwen3_5Config:
     - `full_attention_interval`: every so many blocks one is attention, the last of its period
       [full_attention_interval].
     - `tied_head`: the embedding is the head too [tie_word_embeddings].
+    - `mtp_head`: there is a head for one token further [mtp_num_hidden_layers, 1].
     - `eps`: of every norm [rms_norm_eps].
 
     Gated delta-rule blocks:
@@ -78,10 +80,12 @@ class Qwen3_5Config:
     full_attention_interval: int = 4
     eps: float = 1e-6
     tied_head: bool = False
+    mtp_head: bool = False
     num_experts: int = 0
     top_k: int = 0
     expert_size: int = 0
     shared_size: int = 0
+    norm_topk_prob: ClassVar[bool] = True  # last, so that a subclass can make a field of it
 
     def __post_init__(self):
         name = type(self).__name__
@@ -116,9 +120,9 @@ class Qwen3_5Config:
                 f"{name}: `{field}` must be a positive number, but it is {value!r}",
             )
             object.__setattr__(self, field, float(value))
-        require(
-            isinstance(self.tied_head, bool), f"{name}: `tied_head` must be true or false, but it is {self.tied_head!r}"
-        )
+        for field in ("tied_head", "mtp_head", "norm_topk_prob"):
+            value = getattr(self, field)
+            require(isinstance(value, bool), f"{name}: `{field}` must be true or false, but it is {value!r}")
         require_choice(name, "output_gate", self.output_gate, ("silu", "sigmoid"))
         for many, few in (("num_value_heads", "num_key_heads"), ("num_heads", "num_kv_heads")):
             a, b = getattr(self, many), getattr(self, few)
@@ -196,11 +200,23 @@ def qwen3_5(
         if config.num_experts:
             mlp = SparseMoE(
                 config.embed_size, num_experts=config.num_experts, top_k=config.top_k, expert_size=config.expert_size,
-                shared_size=config.shared_size, dtype=dtype, key=key,
+                shared_size=config.shared_size, norm_topk_prob=config.norm_topk_prob, dtype=dtype, key=key,
             )  # fmt: skip
         else:
             mlp = SwiGLU(config.embed_size, config.mlp_size, dtype=dtype, key=key)
         return HybridBlock(mixer, mlp, embed_size=config.embed_size, eps=config.eps, dtype=dtype)
+
+    def make_attention(key):
+        return GatedAttention(
+            config.embed_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size, rotary_size=config.rotary_size, rope_theta=config.rope_theta,
+            mrope_sections=config.mrope_sections, eps=config.eps, dtype=dtype, key=key,
+        )  # fmt: skip
+
+    def make_mtp(key):
+        mixer_key, mlp_key, fc_key = jax.random.split(key, 3)
+        block = make_block(make_attention(mixer_key), mlp_key)
+        return MTPHead(block, embed_size=config.embed_size, eps=config.eps, dtype=dtype, key=fc_key)
 
     def make_period(key):
         blocks = []
@@ -216,18 +232,13 @@ def qwen3_5(
                     key=mixer_key,
                 )  # fmt: skip
             else:
-                mixer = GatedAttention(
-                    config.embed_size, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-                    head_size=config.head_size,
-                    rotary_size=config.rotary_size, rope_theta=config.rope_theta, mrope_sections=config.mrope_sections,
-                    eps=config.eps, dtype=dtype, key=mixer_key,
-                )  # fmt: skip
+                mixer = make_attention(mixer_key)
             blocks.append(make_block(mixer, mlp_key))
         return HybridPeriod(tuple(blocks))
 
     return HybridLM(
         config.vocab_size, config.embed_size, make_period, config.num_periods, eps=config.eps,
-        tied_head=config.tied_head, remat=remat, unroll=unroll,
+        tied_head=config.tied_head, make_mtp=make_mtp if config.mtp_head else None, remat=remat, unroll=unroll,
         dtype=dtype, key=key,
     )  # fmt: skip
 
