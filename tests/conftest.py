@@ -42,3 +42,13 @@ def getkey(request):
         return jax.random.key(rng.randint(0, 2**31 - 1))
 
     return getkey
+
+
+@pytest.fixture
+def unchecked():
+    """Without the run-time type checker, whose own error would come first."""
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""The command `deltanox`: train | generate | aot | bench.
+"""The command `deltanox`: train | generate | convert | aot | bench.
 
 Nothing heavy is imported before a subcommand runs.
 """
@@ -68,6 +68,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     generate.set_defaults(run=_generate)
+
+    convert = commands.add_parser(
+        "convert",
+        help="a run, or a Hugging Face checkpoint, to a Hugging Face checkpoint",
+        description="Write a Hugging Face checkpoint (config.json and safetensors), which transformers loads.",
+    )
+    convert.add_argument("source", metavar="FROM", help="a run's folder, or one with config.json and safetensors")
+    convert.add_argument("folder", metavar="TO", help="a new or empty folder")
+    convert.add_argument("--dtype", help="of the weights, such as bfloat16 (default: as they are)")
+    convert.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="a checkpoint whose names, layout, tokenizer and other tensors are taken (default: FROM, if it is one)",
+    )
+    convert.add_argument(
+        "--text-only", action="store_true", help="without the vision tensors and in the releases' layout of text models"
+    )
+    convert.set_defaults(run=_convert)
 
     aot = commands.add_parser(
         "aot",
@@ -145,6 +163,25 @@ def _generate(arguments: argparse.Namespace) -> int:
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from deltanox.interop import load, save
+    from deltanox.train._sample import load_parameters
+
+    source, like = Path(arguments.source), arguments.like
+    if (source / "config.json").is_file():
+        model, config = load(source)
+        like = source if like is None else like
+    else:
+        model, run = load_parameters(source)
+        config = run.model
+    if arguments.text_only:
+        if arguments.like is not None:
+            raise ValueError("convert: give --like or --text-only, not both: one takes the layout that the other drops")
+        like = None
+    save(model, config, arguments.folder, like=like, dtype=arguments.dtype)
     return 0
 
 

@@ -143,13 +143,3 @@ def test_is_a_record():
     assert config == dataclasses.replace(config)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.embed_size = 3
-
-
-@pytest.fixture
-def unchecked():
-    """Without the run-time type checker, whose own error would come first."""
-    from jaxtyping import config
-
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)

@@ -1,5 +1,5 @@
-"""A whole decoder layer of each kind, and a small Qwen3.5 from tokens to logits, against transformers with copied
-weights in float32."""
+"""Whole small models of the three families against transformers: written by its `save_pretrained`, loaded by ours, and
+back. Float32 unless it says otherwise."""
 
 import equinox as eqx
 import jax
@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import hf
+from checkpoints import tensors_of
 from deltanox.generate import decode, generate, prefill
-from deltanox.models import HybridPeriod, Qwen3_5Config, qwen3_5
+from deltanox.interop import load, save
+from deltanox.interop._load import make_skeleton
+from deltanox.interop._names import Layout, places
 from helpers import rel
 from hf import torch
 
@@ -17,122 +20,155 @@ pytestmark = hf.MARKS
 
 TOLERANCE = 1e-5  # relative L2, float32 on both sides
 LENGTH = 13
-
-# all sizes differ, dk ≠ dv and T ≠ H
-CONFIG = Qwen3_5Config(
-    vocab_size=61, embed_size=24, num_layers=4, full_attention_interval=2, num_key_heads=2, num_value_heads=6,
-    key_head_size=8, value_head_size=10, num_heads=4, num_kv_heads=2, head_size=16, rotary_fraction=0.5,
-    mrope_sections=(2, 1, 1),
-    mlp_size=40,
-)  # fmt: skip
-SPARSE = Qwen3_5Config(
-    **{**CONFIG.__dict__, "mlp_size": 0, "num_experts": 5, "top_k": 2, "expert_size": 8, "shared_size": 12}
-)
+# family, H / h, tied
+CASES = [
+    ("qwen3_5", 1, True), ("qwen3_5", 2, False), ("qwen3_5", 4, True),
+    ("qwen3_5_moe", 2, True), ("qwen3_5_moe", 4, False), ("qwen3_next", 1, False), ("qwen3_next", 4, True),
+]  # fmt: skip
+LONG = pytest.mark.slow  # compiles; the fixtures of tests/interop cover one case of each family
 
 
-def hf_config(config: Qwen3_5Config):
-    """The same sizes by Hugging Face's names."""
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """`pair(family, ratio, tied) -> (ours, theirs, folder)`, each made once."""
+    import hf_models
 
-    names = dict(
-        vocab_size=config.vocab_size, hidden_size=config.embed_size, num_hidden_layers=config.num_layers,
-        layer_types=[
-            "full_attention" if (i + 1) % config.full_attention_interval == 0 else "linear_attention"
-            for i in range(config.num_layers)
-        ],
-        linear_num_key_heads=config.num_key_heads, linear_num_value_heads=config.num_value_heads,
-        linear_key_head_dim=config.key_head_size, linear_value_head_dim=config.value_head_size,
-        linear_conv_kernel_dim=config.conv_size, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads, head_dim=config.head_size, rms_norm_eps=config.eps,
-        tie_word_embeddings=config.tied_head,
-        rope_parameters={
-            "rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary_fraction,
-            "mrope_section": list(config.mrope_sections),
-        },
-    )  # fmt: skip
-    if not config.num_experts:
-        made = Qwen3_5TextConfig(**names, intermediate_size=config.mlp_size)
-    else:
-        made = Qwen3_5MoeTextConfig(
-            **names, num_experts=config.num_experts, num_experts_per_tok=config.top_k,
-            moe_intermediate_size=config.expert_size,
-            shared_expert_intermediate_size=config.shared_size,
-        )  # fmt: skip
-    made._attn_implementation = "eager"
-    return made
+    made = {}
+
+    def make(family, ratio=2, tied=False):
+        if (family, ratio, tied) not in made:
+            theirs = hf_models.hf_model(family, ratio=ratio, tied=tied)
+            folder = tmp_path_factory.mktemp("checkpoint") / "theirs"
+            theirs.save_pretrained(folder)
+            made[family, ratio, tied] = (load(folder)[0], theirs, folder)
+        return made[family, ratio, tied]
+
+    return make
 
 
-def hf_model(config: Qwen3_5Config, seed=0):
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+def draw(seed, *shape, vocabulary=61):
+    return np.random.default_rng(seed).integers(0, vocabulary, shape)
 
-    make = Qwen3_5MoeForCausalLM if config.num_experts else Qwen3_5ForCausalLM
-    model = hf.randomise(make(hf_config(config)), seed, scale=0.2)
+
+@eqx.filter_jit
+def run(model, tokens, mask=None):
+    return jax.vmap(lambda tokens, mask: model(tokens, mask=mask)[0])(tokens, mask)
+
+
+def logits_of(model, tokens, **kwargs):
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.copy_(torch.empty_like(parameter).uniform_(0.05, 4).log())
-    return model
+        return hf.numpy(model(torch.tensor(tokens), **kwargs).logits)
 
 
-def copy_block(block, layer):
-    """A HybridBlock from a decoder layer, every array of it used."""
-    weights = hf.arrays(layer)
-    delta = hasattr(layer, "linear_attn")
-    theirs = "linear_attn" if delta else "self_attn"
-    rename = {}
-    for name, value in list(weights.items()):
-        part, _, rest = name.partition(".")
-        if rest == "conv1d.weight":
-            weights[name] = value[:, 0]
-        rest = {"conv1d.weight": "conv.weight", "experts.gate_up_proj": "experts_gate_up",
-        "experts.down_proj": "experts_down"}.get(
-            rest, rest
-        )  # fmt: skip
-        part = {
-            theirs: "mixer",
-            "input_layernorm": "input_norm",
-            "post_attention_layernorm": "post_attention_norm",
-        }.get(part, part)
-        rename[name] = f"{part}.{rest}"
-    return hf.copy_names(block, weights, rename)
+def close(got, want):
+    assert np.abs(np.asarray(got) - want).max() < 1e-4
+    assert rel(got, want) < TOLERANCE
 
 
-def copy_model(config: Qwen3_5Config, theirs):
-    ours = qwen3_5(config, key=jax.random.key(0))
-    interval = config.full_attention_interval
-    periods = []
-    for i in range(config.num_periods):
-        layers = theirs.model.layers[i * interval : (i + 1) * interval]
-        periods.append(HybridPeriod(tuple(map(copy_block, ours.layers[i].blocks, layers))))
-    stacked = jax.tree.map(lambda *x: jnp.stack(x) if eqx.is_array(x[0]) else x[0], *periods)
-    ours = eqx.tree_at(lambda m: m.layers.layers, ours, stacked)
-    ours = hf.fill(ours, lambda m: m.embedding, hf.numpy(theirs.model.embed_tokens.weight))
-    ours = hf.fill(ours, lambda m: m.norm.weight, hf.numpy(theirs.model.norm.weight))
-    return ours if config.tied_head else hf.fill(ours, lambda m: m.head, hf.numpy(theirs.lm_head.weight))
+@pytest.mark.parametrize("family, ratio, tied", [*CASES[:2], *[pytest.param(*case, marks=LONG) for case in CASES[2:]]])
+def test_logits(pair, family, ratio, tied):
+    ours, theirs, _ = pair(family, ratio, tied)
+    tokens = draw(3, 2, LENGTH)
+    assert (ours.head is None) == tied
+    close(run(ours, jnp.asarray(tokens)), logits_of(theirs, tokens))
 
 
-@pytest.fixture(scope="module")
-def pair():
-    theirs = hf_model(CONFIG)
-    return copy_model(CONFIG, theirs), theirs
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_left_padded_logits(pair, family):
+    ours, theirs, _ = pair(family)
+    tokens = draw(4, 3, LENGTH)
+    mask = np.arange(LENGTH)[None] >= np.array([0, 5, 10])[:, None]
+    positions = np.maximum(mask.cumsum(1) - 1, 0)
+    want = logits_of(
+        theirs, tokens, attention_mask=torch.tensor(mask, dtype=torch.long), position_ids=torch.tensor(positions)
+    )
+    close(np.asarray(run(ours, jnp.asarray(tokens), jnp.asarray(mask)))[mask], want[mask])
 
 
-@pytest.fixture(scope="module")
-def sparse_pair():
-    theirs = hf_model(SPARSE)
-    return copy_model(SPARSE, theirs), theirs
+@pytest.mark.parametrize(
+    "family, ratio, tied",
+    [("qwen3_5", 2, False), pytest.param("qwen3_5_moe", 4, True, marks=LONG), pytest.param("qwen3_next", 4, False, marks=LONG)],
+)  # fmt: skip
+def test_gradients(pair, family, ratio, tied):
+    """Of the mean loss by every weight, name by name."""
+    ours, theirs, folder = pair(family, ratio, tied)
+    tokens = draw(7, 2, LENGTH + 1)
+    theirs.zero_grad()
+    logits = theirs(torch.tensor(tokens[:, :-1])).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten()).backward()
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model, inputs, labels):
+        logits = jax.vmap(lambda tokens: model(tokens)[0])(inputs)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
+
+    got = gradient(ours, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]))
+    _, config = load(folder)
+    # in transformers' own layout: fused projections, packed experts
+    layout = Layout(fused=family == "qwen3_next", separate=False, separate_mtp=False)
+    want = {name.removeprefix("model."): hf.numpy(x.grad) for name, x in theirs.named_parameters()}
+    seen = {}
+    for place in places(config, got, layout):
+        for period, parts in enumerate(place.periods):
+            array = np.asarray(place.array[period] if place.stacked else place.array)
+            for part in parts:
+                tensor = seen.setdefault(part.tensor, np.full(part.shape, np.nan, "f4"))
+                view = tensor if part.of_tensor is None else part.of_tensor(tensor)
+                view[...] = array if part.of_array is None else part.of_array(array)
+    assert seen.keys() == want.keys()
+    errors = {name: rel(seen[name], want[name]) for name in want}
+    print(max(errors.values()), max(errors, key=errors.get))
+    assert max(errors.values()) < 1e-4, max(errors, key=errors.get)
+    assert make_skeleton(config, "float32").vocab_size == 61
 
 
-run = eqx.filter_jit(lambda model, tokens, mask=None: jax.vmap(lambda t, m: model(t, mask=m)[0])(tokens, mask))
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG), pytest.param("qwen3_next", marks=LONG)]
+)
+def test_bfloat16(pair, family):
+    """Both in bfloat16: Kullback-Leibler divergence of the next token's distributions, a mean over tokens in nats."""
+    from transformers import AutoModelForCausalLM
+
+    _, _, folder = pair(family)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ours, _ = load(folder, dtype="bfloat16")
+    tokens = draw(8, 4, LENGTH)
+    a = jax.nn.log_softmax(jnp.asarray(logits_of(theirs, tokens)))
+    b = jax.nn.log_softmax(run(ours, jnp.asarray(tokens)))
+    divergence = float(jnp.mean(jnp.sum(jnp.exp(a) * (a - b), axis=-1)))
+    print("KL", divergence)
+    assert 0 < divergence < 1e-3
+
+
+@pytest.mark.parametrize("like", [False, True], ids=["alone", "like"])
+@pytest.mark.parametrize(
+    "family, ratio, tied", [("qwen3_5", 1, True), ("qwen3_5_moe", 4, False), ("qwen3_next", 4, True)]
+)
+def test_there_and_back(pair, tmp_path, family, ratio, tied, like):
+    """What we save is what transformers loads: identical logits, and no tensor of it missing or too much."""
+    from transformers import AutoModelForCausalLM
+
+    _, theirs, folder = pair(family, ratio, tied)
+    model, config = load(folder)
+    save(model, config, tmp_path / "ours", like=folder if like else None)
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = draw(9, 2, LENGTH)
+    np.testing.assert_array_equal(logits_of(again, tokens), logits_of(theirs, tokens))
+    a, b = tensors_of(folder), tensors_of(tmp_path / "ours")
+    shared = a.keys() & b.keys()
+    assert all(a[name].tobytes() == b[name].tobytes() for name in shared)
+    assert a.keys() == b.keys() or (family == "qwen3_5_moe" and not like)  # packed as in the release
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["delta", "attention"])
-@pytest.mark.parametrize("kind", ["pair", "sparse_pair"])
-def test_a_decoder_layer(request, kind, index):
-    ours, theirs = request.getfixturevalue(kind)
-    x = np.random.default_rng(1).normal(size=(LENGTH, CONFIG.embed_size)).astype(np.float32)
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG)])
+def test_a_decoder_layer(pair, family, index):
+    ours, theirs, _ = pair(family)
+    x = np.random.default_rng(1).normal(size=(LENGTH, 24)).astype(np.float32)
     block, layer = ours.layers[0].blocks[index], theirs.model.layers[index]
     tensor = torch.tensor(x[None], requires_grad=True)
     positions = torch.arange(LENGTH)[None]
@@ -155,45 +191,10 @@ def test_a_decoder_layer(request, kind, index):
     assert rel(gradient, hf.numpy(tensor.grad[0])) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["pair", "sparse_pair"])
-def test_logits(request, kind):
-    ours, theirs = request.getfixturevalue(kind)
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, LENGTH))
-    with torch.no_grad():
-        want = hf.numpy(theirs(torch.tensor(tokens)).logits)
-    assert rel(run(ours, jnp.asarray(tokens)), want) < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", ["pair", "sparse_pair"])
-def test_left_padded_logits(request, kind):
-    ours, theirs = request.getfixturevalue(kind)
-    tokens = np.random.default_rng(4).integers(0, CONFIG.vocab_size, (3, LENGTH))
-    mask = np.arange(LENGTH)[None] >= np.array([0, 5, 10])[:, None]
-    positions = np.maximum(mask.cumsum(1) - 1, 0)
-    with torch.no_grad():
-        want = theirs(
-            torch.tensor(tokens),
-            attention_mask=torch.tensor(mask, dtype=torch.long),
-            position_ids=torch.tensor(positions),
-        ).logits
-    got = run(ours, jnp.asarray(tokens), jnp.asarray(mask))
-    assert rel(np.asarray(got)[mask], hf.numpy(want)[mask]) < TOLERANCE
-
-
-def test_tied_logits():
-    config = Qwen3_5Config(**{**CONFIG.__dict__, "tied_head": True})
-    theirs = hf_model(config)
-    ours = copy_model(config, theirs)
-    tokens = np.random.default_rng(5).integers(0, config.vocab_size, (1, LENGTH))
-    with torch.no_grad():
-        want = hf.numpy(theirs(torch.tensor(tokens)).logits)
-    assert rel(run(ours, jnp.asarray(tokens)), want) < TOLERANCE
-
-
 def test_decoding(pair):
     """Prefill of a left-padded batch and eight cached steps, logits by logits; then the same greedy text."""
-    ours, theirs = pair
-    tokens = np.random.default_rng(6).integers(0, CONFIG.vocab_size, (2, 8))
+    ours, theirs, _ = pair("qwen3_5")
+    tokens = draw(6, 2, 8)
     mask = np.array([[True] * 8, [False] * 3 + [True] * 5])
     attention, cache = torch.tensor(mask, dtype=torch.long), None
     logits, state = prefill(ours, jnp.asarray(tokens), jnp.asarray(mask), capacity=64)

@@ -94,13 +94,13 @@ class Checkpoint:
             self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         for name, entry in header.items():
             if name != "__metadata__":
-                begin, end = entry["data_offsets"]
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
                 require(
                     name not in self.tensors,
                     f"load: the tensor `{name}` is in two files, `{file}` and `"
                     f"{self.tensors[name].file if name in self.tensors else ''}`; delete the one that doesn't belong",
                 )
-                self.tensors[name] = Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+                self.tensors[name] = Tensor(file, entry["dtype"], tuple(entry["shape"]), begin, end - begin)
 
     def view(self, name: str) -> np.ndarray:
         """A tensor's values, in the file.

@@ -1,7 +1,7 @@
 """Where each array of a model lies in a checkpoint: one table, for both directions.
 
-A layer's array and the tensors that hold it are tiled by `Part`s, pairs of views of equal shape: loading copies from the
-tensor's view to the array's, saving back. Names are written without prefix here ("layers.3.mlp.gate.weight",
+A layer's array and the tensors that hold it are tiled by `Part`s, pairs of views of equal shape: loading copies from
+the tensor's view to the array's, saving back. Names are written without prefix here ("layers.3.mlp.gate.weight",
 "lm_head.weight", "mtp.fc.weight"); `Names` knows what a checkpoint puts before them.
 """
 

@@ -88,19 +88,20 @@ def save(
                     stored = np.dtype(place.array.dtype) if source is None else DTYPES[source.tensors[name].dtype]
                 tensor = tensors.setdefault(name, _Tensor(part.shape, stored, []))
                 tensor.sources.append(_Source(place.array, period if place.stacked else None, part))
-    others = {} if source is None else {n: t for n, t in source.tensors.items() if n not in tensors}
-    if config.tied_head:
-        others.pop(names("lm_head.weight"), None)
+    others: dict[str, np.ndarray] = {}
+    if source is not None:
+        tied = names("lm_head.weight") if config.tied_head else None
+        others = {name: source.view(name) for name in source.tensors if name not in tensors and name != tied}
 
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {name: tensor.size for name, tensor in (tensors | others).items()}
+    sizes = {name: x.size for name, x in tensors.items()} | {name: x.nbytes for name, x in others.items()}
     files = shards(sizes, shard_bytes)
     weight_map, host = {}, _Host()
     for i, members in enumerate(files):
         file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         values = {}
         for name in members:
-            values[name] = _value(tensors[name], host) if name in tensors else source.view(name)
+            values[name] = _value(tensors[name], host) if name in tensors else others[name]
             weight_map[name] = file
         write_shard(folder / file, values)
     if len(files) > 1:

@@ -192,12 +192,12 @@ class HybridLM(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
-    ) -> tuple[Float[Array, "T N"], KVCache]:
+    ) -> tuple[Float[Array, "T N"], PyTree]:
         """Logits for the token after the next one, of the multi-token prediction head (`MTPHead`).
 
-        **Arguments:** `hidden`: what the method of that name returns, at tokens t; `next_tokens`: tokens t + 1; `state`: of
-        `model.mtp.init_state` or of an earlier call; the others as in a call, those of tokens t. Where t is a
-        document's last token the logits mean nothing, and nothing of its document sees them.
+        **Arguments:** `hidden`: what the method of that name returns, at tokens t; `next_tokens`: tokens t + 1;
+        `state`: of `model.mtp.init_state` or of an earlier call; the others as in a call, those of tokens t. Where t
+        is a document's last token the logits mean nothing, and nothing of its document sees them.
 
         **Returns:** `(logits, state)`: float32 logits for tokens t + 2, and the head's cache.
 

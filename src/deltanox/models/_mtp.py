@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from ..nn import KVCache, RMSNorm, apply_linear, linear
 from ..ops._validate import describe, require
@@ -29,9 +29,7 @@ class MTPHead(eqx.Module):
     block: HybridBlock
     norm: RMSNorm
 
-    def __init__(
-        self, block: HybridBlock, *, embed_size: int, eps: float = 1e-6, dtype: DTypeLike, key: PRNGKeyArray
-    ):
+    def __init__(self, block: HybridBlock, *, embed_size: int, eps: float = 1e-6, dtype: DTypeLike, key: PRNGKeyArray):
         """**Arguments:** `block`: a block of attention; `embed_size`: D; `eps`: of the norms; `dtype`: of the weights;
         `key`: for the N(0, 0.02) weight of `fc`."""
         self.fc = linear(2 * embed_size, embed_size, dtype=dtype, key=key)
@@ -53,7 +51,7 @@ class MTPHead(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
-    ) -> tuple[Float[Array, "T D"], KVCache]:
+    ) -> tuple[Float[Array, "T D"], PyTree]:
         """**Arguments:** `embedded`: of token t + 1 in row t; `hidden`: of token t; the others as in `HybridLM`, those
         of token t.
 

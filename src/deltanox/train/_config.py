@@ -1,5 +1,6 @@
 """The configuration of a training run: a TOML file read into frozen dataclasses, each value checked.
 
+    family = "qwen3_5"            # or "qwen3_next"
     implementation = "auto"       # engine of the delta rule and the convolution
     [model]                       # the fields of the model's own config
     [precision]                   # Precision: parameter, compute, state, decay
@@ -23,6 +24,8 @@ from typing import Any
 from deltanox._types import Implementation
 from deltanox.precision import Precision
 from deltanox.train._data import VOCABULARY_SIZE
+
+Family = typing.Literal["qwen3_5", "qwen3_next"]
 
 
 def _check(section: str, values: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
@@ -156,10 +159,12 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run. `model` is the model's own config, a frozen dataclass with a field `vocab_size`."""
+    """A whole run. `model` is the model's own config, a frozen dataclass with a field `vocab_size`; `family` says
+    which one."""
 
     model: Any
     precision: Precision = Precision()  # noqa: RUF009 (frozen)
+    family: Family = "qwen3_5"
     implementation: Implementation = "auto"
     data: DataConfig = DataConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
@@ -179,13 +184,14 @@ class Config:
 
 
 _SECTIONS = {"precision": Precision, "data": DataConfig, "optimiser": OptimiserConfig, "train": TrainConfig}
+_CHOICES = {"family": Family, "implementation": Implementation}
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, model_type: type | None = None) -> Config:
     """The TOML file at `path`, with `overrides` such as "model.num_layers=4" or "data.seed=1" on top of it.
 
     The value of an override is written as in TOML; what is not TOML is taken as a string. `model_type` is the
-    dataclass of the section [model], `Qwen3_5Config` where it is None.
+    dataclass of the section [model], that of `family` where it is None.
 
     **Raises**: `ValueError` for a file that is missing or no TOML, unknown sections and keys, and wrong values.
     """
@@ -212,21 +218,22 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 def config_from_dict(table: Mapping[str, Any], *, model_type: type | None = None) -> Config:
     """A `Config` from nested tables, as `read_config` finds them in a file and `config_to_dict` makes them."""
     if model_type is None:
-        from deltanox.models import Qwen3_5Config
+        from deltanox.models import Qwen3_5Config, Qwen3NextConfig
 
-        model_type = Qwen3_5Config
+        family = _convert("family", table.get("family", "qwen3_5"), Family)
+        model_type = Qwen3NextConfig if family == "qwen3_next" else Qwen3_5Config
     sections = {"model": model_type, **_SECTIONS}
     known = {f"{section}.{field.name}" for section, t in sections.items() for field in dataclasses.fields(t)}
     values = {}
     for name, value in table.items():
-        if name == "implementation":
-            values[name] = _convert(name, value, Implementation)
+        if name in _CHOICES:
+            values[name] = _convert(name, value, _CHOICES[name])
         elif name in sections:
             if not isinstance(value, Mapping):
                 raise ValueError(f"config: `{name}` is a section, write it as [{name}], but it is {value!r}")
             values[name] = _record(sections[name], name, value, known)
         else:
-            raise ValueError(_unknown(name, name, [*sections, "implementation"], known))
+            raise ValueError(_unknown(name, name, [*sections, *_CHOICES], known))
     if "model" not in values:
         raise ValueError("config: there is no section [model]; add one with the sizes of the model")
     return Config(**values)

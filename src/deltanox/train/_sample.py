@@ -22,13 +22,19 @@ def load_model(directory: str | Path) -> HybridLM:
 
     **Raises**: `ValueError` where there is none, or it is damaged.
     """
+    model, config = load_parameters(directory)
+    return config.precision.cast_compute(model)
+
+
+def load_parameters(directory: str | Path) -> tuple[HybridLM, Config]:
+    """As `load_model`, in the dtype that the parameters are stored in, and the run's config."""
     checkpoint = find_checkpoint(directory)
     config = config_from_dict(checkpoint.record["config"])
     skeleton = eqx.filter_eval_shape(
         lambda key: config.precision.cast_parameters(default_model(config, key)), jax.random.key(0)
     )
     parameters, static = eqx.partition(skeleton, _is_floating)
-    return config.precision.cast_compute(eqx.combine(load_arrays(checkpoint, parameters, prefix=".parameters"), static))
+    return eqx.combine(load_arrays(checkpoint, parameters, prefix=".parameters"), static), config
 
 
 def _is_floating(leaf: Any) -> bool:
