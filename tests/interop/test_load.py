@@ -1,7 +1,12 @@
 """Checkpoints that transformers wrote, against the logits that it computes from them (see make_fixtures.py)."""
 
+import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -10,9 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import deltanox
 from checkpoints import FAMILIES, FIXTURES, same, tensors_of
-from deltanox.interop import load
-from deltanox.models import Qwen3NextConfig
+from deltanox.interop import load, save
+from deltanox.interop._load import make_skeleton
+from deltanox.models import QWEN3_5_SIZES, Qwen3NextConfig
+from deltanox.tools.bench_load import MEASURE
 from helpers import rel
 
 
@@ -20,6 +28,9 @@ from helpers import rel
 def family(request):
     folder = FIXTURES / request.param
     return folder, load_file(folder / "expected.safetensors"), *load(folder, dtype="float32")
+
+
+SOURCE = Path(deltanox.__file__).parents[1]
 
 
 @eqx.filter_jit
@@ -214,3 +225,46 @@ def test_a_sharding(family):
     same(sharded, model)
     assert ".layers.layers.blocks[0].mixer.in_proj_qkv.weight" in paths and len(paths) == len(jax.tree.leaves(model))
     assert {x.sharding.mesh for x in jax.tree.leaves(sharded)} == {mesh}
+
+
+CHILD = """
+import sys, jax, numpy as np
+from deltanox.interop import load
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+for folder in sys.argv[1:]:
+    def where(path, array):
+        # rows over two devices and columns over two, wherever they divide, the periods too
+        axes = [name if size % 2 == 0 else None for name, size in zip(("a", "b"), array.shape)]
+        return NamedSharding(mesh, P(*axes))
+    parts = jax.tree.leaves(load(folder, dtype="float32", sharding=where)[0])
+    whole = jax.tree.leaves(load(folder, dtype="float32")[0])
+    assert all(np.array_equal(a, b) for a, b in zip(parts, whole)) and len(parts) == len(whole) > 30
+    assert sum(len({str(s.index) for s in x.addressable_shards}) == 4 for x in parts) > 10
+print("equal")
+"""
+
+
+def test_four_devices():
+    """Each device's part is cut out of the file: of fused projections and experts too."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", CHILD, *(str(FIXTURES / name) for name in FAMILIES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(SOURCE)})
+    assert done.stdout == "equal\n", done.stderr
+
+
+@pytest.mark.slow
+def test_memory(tmp_path):
+    """The host holds the model in the target dtype and at most the largest tensor besides."""
+    config = dataclasses.replace(QWEN3_5_SIZES["0.8B"], num_layers=8, vocab_size=60_000)
+    model = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), make_skeleton(config, "bfloat16"))
+    save(model, config, tmp_path / "big", shard_bytes=10**8)
+    largest = config.vocab_size * config.embed_size
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(tmp_path / "big"), dtype], capture_output=True, text=True, check=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SOURCE)},
+        )  # fmt: skip
+        peak, held = map(int, done.stdout.split())
+        print(dtype, "peak", peak, "model", held)
+        assert held > 300e6 and peak < held + size * largest

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from deltanox.models import QWEN3_5_SIZES, Qwen3_5Config, qwen3_5
+from deltanox.models import (
+    QWEN3_5_SIZES,
+    QWEN3_NEXT_80B_A3B,
+    Qwen3_5Config,
+    Qwen3NextConfig,
+    qwen3_5,
+    qwen3_next,
+)
 from deltanox.train._config import read_config
 
 COUNTS = {
@@ -20,7 +27,20 @@ COUNTS = {
     "35B-A3B": 34_660_610_688,
     "122B-A10B": 122_111_526_912,
     "397B-A17B": 396_346_350_336,
+    "80B-A3B": 79_674_391_296,
 }
+MTP_COUNTS = {
+    "0.8B": 20_452_864,
+    "2B": 60_828_160,
+    "4B": 120_599_552,
+    "9B": 243_290_624,
+    "27B": 424_699_392,
+    "35B-A3B": 844_640_768,
+    "122B-A10B": 2_523_679_232,
+    "397B-A17B": 6_595_568_128,
+    "80B-A3B": 1_650_471_424,
+}
+RELEASES = {**QWEN3_5_SIZES, "80B-A3B": QWEN3_NEXT_80B_A3B}
 TENSORS = {
     "0.8B": 320,
     "2B": 320,
@@ -52,16 +72,21 @@ def count(model) -> int:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_of_the_releases(name):
-    model = shapes(QWEN3_5_SIZES[name])
+    config = RELEASES[name]
+    model = shapes(config)
     assert count(model) == COUNTS[name]
+    assert count(shapes(dataclasses.replace(config, mtp_head=True))) == COUNTS[name] + MTP_COUNTS[name]
+    if name == "80B-A3B":
+        return  # its experts are tensors each by themselves: tests/interop counts them
     # a stacked array is one tensor a period in the checkpoint
-    periods = QWEN3_5_SIZES[name].num_periods
+    periods = config.num_periods
     stacked = len(jax.tree.leaves(eqx.filter(model.layers, lambda x: hasattr(x, "shape"))))
     assert stacked * periods + 2 + (model.head is not None) == TENSORS[name]
 
 
 def test_all_sizes_are_counted():
-    assert COUNTS.keys() == QWEN3_5_SIZES.keys() == TENSORS.keys()
+    assert COUNTS.keys() == MTP_COUNTS.keys() == RELEASES.keys()
+    assert QWEN3_5_SIZES.keys() == TENSORS.keys()
 
 
 @pytest.mark.parametrize("name, parameters", [("nano", 6_911_152), ("tiny", 132_065_424)])
@@ -69,6 +94,30 @@ def test_counts_of_the_config_files(name, parameters):
     path = Path(__file__).parents[2] / "configs" / f"qwen3_5_{name}.toml"
     assert count(shapes(read_config(path).model)) == parameters
     assert f"{parameters:,}" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_config_files_of_the_releases(name):
+    family = "qwen3_next" if name == "80B-A3B" else "qwen3_5"
+    path = Path(__file__).parents[2] / "configs" / f"{family}_{name.lower().replace('-', '_')}.toml"
+    config = read_config(path)
+    assert config.model == RELEASES[name] and type(config.model) is type(RELEASES[name]) and config.family == family
+    assert f"{COUNTS[name]:,}" in path.read_text("utf-8")
+
+
+def test_qwen3_next():
+    """The same blocks as Qwen3.5's with experts; the weights of the chosen may be left as they are."""
+    sizes = SMALL | SPARSE
+    del sizes["mlp_size"]
+    config = Qwen3NextConfig(**sizes, norm_topk_prob=False)
+    model = eqx.filter_eval_shape(lambda key: qwen3_next(config, key=key), jax.random.key(0))
+    assert model.layers.layers.blocks[0].mlp.norm_topk_prob is False
+    assert count(model) == count(shapes(Qwen3_5Config(**sizes)))
+    assert Qwen3NextConfig(**sizes).norm_topk_prob is True and Qwen3_5Config(**sizes).norm_topk_prob is True
+    with pytest.raises(
+        ValueError, match="Qwen3NextConfig: `num_experts` must be at least 1, but it is 0: a dense model"
+    ):
+        Qwen3NextConfig(**SMALL)
 
 
 def test_dtypes_of_the_weights():

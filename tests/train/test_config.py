@@ -54,7 +54,9 @@ def test_values_defaults_and_overrides(path):
         config.data.seed = 1
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_nano", "qwen3_5_tiny"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_nano", "qwen3_5_tiny", "qwen3_5_moe_tiny", "qwen3_next_tiny", "qwen3_next_80b_a3b"]
+)
 def test_the_configs_of_the_repository(name):
     config = read_config(Path(__file__).parents[2] / "configs" / f"{name}.toml")
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
@@ -90,6 +92,7 @@ def test_through_json_and_back(path):
         ("precision.compute=float8", "compute.* must be one of .*'float8'"),
         ("data=3", r"`data` is a section, write it as \[data\]"),
         ("implementation.x=3", "`implementation` has no keys of its own"),
+        ("family=qwen3_nxt", r"family must be one of .*, but it is 'qwen3_nxt'; did you mean 'qwen3_next'\?"),
         ("steps", "write section.key=value, such as train.steps=100, but it is `steps`"),
     ],
 )

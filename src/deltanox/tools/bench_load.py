@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_CHILD = """
+MEASURE = """
 import re, sys
 import jax
 from deltanox.interop import load
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             jax.block_until_ready(jax.tree.leaves(model))
             best["load"] = min(best["load"], time.perf_counter() - begin)
             del model
-        command = [sys.executable, "-c", _CHILD, str(checkpoint), arguments.dtype]
+        command = [sys.executable, "-c", MEASURE, str(checkpoint), arguments.dtype]
         peak, held = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
         record = {
             "size": arguments.size, "dtype": arguments.dtype, "file_bytes": sum(f.stat().st_size for f in files),
