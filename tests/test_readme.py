@@ -21,6 +21,7 @@ def test_python_blocks_run():
         capture_output=True,
         text=True,
         env=environment,
+        cwd=ROOT,
         check=False,
     )
     assert done.returncode == 0, done.stderr

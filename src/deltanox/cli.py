@@ -56,10 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate", help="text from a trained model", description="Print text from a trained model as it is generated."
     )
-    generate.add_argument("directory", metavar="DIR", help="folder of a run, or of one checkpoint")
+    generate.add_argument(
+        "directory", metavar="DIR", help="folder of a run, of one checkpoint of it, or of a Hugging Face checkpoint"
+    )
     generate.add_argument("--prompt", default="", help="how the text begins (default: an empty document)")
     generate.add_argument(
-        "--max-tokens", type=int, default=500, help="tokens (bytes) to generate at most (default: 500)"
+        "--max-tokens",
+        type=int,
+        default=500,
+        help="tokens to generate at most; bytes without a tokenizer.json (default: 500)",
     )
     generate.add_argument("--temperature", type=float, default=0.8, help="0 for the most likely token (default: 0.8)")
     generate.add_argument("--top-k", type=int, help="draw from the k most likely tokens only")
@@ -147,18 +152,18 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from deltanox.generate import Sampler
+    from deltanox.interop import Text, load
     from deltanox.train._sample import load_model, stream_text
 
-    model = load_model(arguments.directory)
-    pieces = stream_text(
-        model,
-        arguments.prompt,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+    folder = Path(arguments.directory)
+    sampler = Sampler(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
+    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed)
+    model = load(folder, mtp=False)[0] if (folder / "config.json").is_file() else load_model(folder)
+    if (folder / "tokenizer.json").is_file():
+        pieces = Text.of(folder).stream(model, arguments.prompt, **options)
+    else:
+        pieces = stream_text(model, arguments.prompt, **options)  # bytes
     print(arguments.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)

@@ -37,22 +37,22 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def read_json(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`.
+def read_json(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """The folder's `config.json`, or another JSON file of it.
 
     **Raises:** `ValueError` where there is none, or it is no JSON object.
     """
-    path = folder / CONFIG
+    path = folder / name
     require(
         path.is_file(),
-        f"{CONFIG}: there is no file `{path}`; give the folder of a Hugging Face checkpoint, with {CONFIG} and "
+        f"{name}: there is no file `{path}`; give the folder of a Hugging Face checkpoint, with {CONFIG} and "
         "safetensors",
     )
     try:
         raw = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{CONFIG}: `{path}` is not JSON: {error}; fetch it again") from None
-    require(isinstance(raw, dict), f"{CONFIG}: `{path}` must hold one object, but it holds a {type(raw).__name__}")
+        raise ValueError(f"{name}: `{path}` is not JSON: {error}; fetch it again") from None
+    require(isinstance(raw, dict), f"{name}: `{path}` must hold one object, but it holds a {type(raw).__name__}")
     return raw
 
 

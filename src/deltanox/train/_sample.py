@@ -46,9 +46,7 @@ def stream_text(
     prompt: str,
     *,
     max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
+    sampler: Sampler = Sampler(),  # noqa: B008 (frozen)
     seed: int | PRNGKeyArray = 0,
 ) -> Iterator[str]:
     """Text that continues `prompt` as the beginning of a document: up to `max_tokens` bytes, or to the document's end.
@@ -57,7 +55,6 @@ def stream_text(
 
     **Raises**: `ValueError` for wrong values, before anything is generated.
     """
-    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
     key = jax.random.key(seed) if isinstance(seed, int) else seed
     tokens = stream(model, encode(prompt), max_new_tokens=max_tokens, sampler=sampler, stop_tokens=(BOUNDARY,), key=key)
     return _decode(tokens)
@@ -82,7 +79,7 @@ def sample_text(model: HybridLM, config: Config, key: PRNGKeyArray) -> str:
         model,
         settings.sample_prompt,
         max_tokens=settings.sample_tokens,
-        temperature=settings.sample_temperature,
+        sampler=Sampler(temperature=settings.sample_temperature),
         seed=key,
     )
     return f"sample after {settings.sample_prompt!r}:\n{settings.sample_prompt}{''.join(pieces)}"

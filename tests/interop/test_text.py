@@ -1,0 +1,87 @@
+"""Text by a checkpoint's own tokenizer."""
+
+import json
+import shutil
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import FIXTURES
+from deltanox.cli import main
+from deltanox.generate import GREEDY, generate
+from deltanox.interop import Text, load
+
+END = 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with a tokenizer of bytes, of which the vocabulary of 37 knows a few."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizer.json needs the package tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    # `ä` is two bytes: tokens of a part of a character
+    known = [chr(x) for x in range(ord("a"), ord("z") + 1)] + ["Ã", "¤"]
+    assert set(known) <= set(alphabet)
+    words = {"ab": 0, "[PAD]": 1, "[UNK]": 2, "[END]": END} | {letter: 4 + i for i, letter in enumerate(known)}
+    model = tokenizers.models.BPE(vocab=words, merges=[("a", "b")], unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    path = tmp_path / "model"
+    shutil.copytree(FIXTURES / "qwen3_next", path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_the_text_is_that_of_the_tokens(folder):
+    text, (model, _) = Text.of(folder), load(folder)
+    prompt = text.tokenizer.encode("abzä").ids
+    assert len(prompt) == 4 and prompt[0] == 0
+    tokens = generate(model, np.asarray(prompt), max_new_tokens=12)
+    pieces = list(text.stream(model, "abzä", max_tokens=12, sampler=GREEDY))
+    whole = text.tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
+    assert "".join(pieces) == whole.rstrip("\ufffd") and len(pieces) > 1
+    assert model.embedding.dtype == jnp.bfloat16
+
+
+def test_characters_are_whole(folder):
+    text = Text.of(folder)
+    first, second = text.tokenizer.encode("ä").ids
+    z = text.tokenizer.encode("z").ids[0]
+    assert list(text._decode(iter([z, first, second, z]))) == ["z", "ä", "z"]
+    assert list(text._replace(stop_tokens=(END,))._decode(iter([z, END, z]))) == ["z"]
+
+
+def test_tokens_that_end_a_text(folder):
+    def write(name, **fields):
+        path = folder / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | fields))
+
+    assert Text.of(folder).stop_tokens == ()
+    write("config.json", text_config={"eos_token_id": 7})
+    assert Text.of(folder).stop_tokens == (7,)
+    write("config.json", eos_token_id=6)
+    assert Text.of(folder).stop_tokens == (6,)
+    write("generation_config.json", eos_token_id=[4, 5])
+    assert Text.of(folder).stop_tokens == (4, 5)
+
+
+def test_on_the_command_line(folder, capsys):
+    command = ["generate", str(folder), "--prompt", "abz", "--max-tokens", "5", "--temperature", "0"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("abz")
+    assert main(["generate", str(folder)]) == 2
+    assert "generate: give a --prompt of at least one token, such as a word" in capsys.readouterr().err
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(command) == 2
+    assert "tokenizer.json` is no tokenizer: " in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"there is no `tokenizer.json` in `.*qwen3_5`; add the release's"):
+        Text.of(FIXTURES / "qwen3_5")
+
+
+def test_without_the_package(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install 'deltanox\[hf\]'"):
+        Text.of(folder)
