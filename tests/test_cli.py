@@ -1,15 +1,19 @@
 """The command line: sentences for wrong use, and one small run from text to text."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import deltanox
+from checkpoints import same
 from deltanox.cli import main
+from deltanox.interop import load
 from deltanox.train import BOUNDARY, find_checkpoint, read_log
-from deltanox.train._sample import _decode
+from deltanox.train._sample import _decode, load_parameters
 
 CONFIG = """
 [model]
@@ -67,7 +71,7 @@ print("heavy", *({"deltanox.train", "optax", "matplotlib", "tqdm"} & set(sys.mod
         env={"PYTHONPATH": str(Path(deltanox.__file__).parents[1]), "PATH": "", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    for command in ("train", "generate", "aot", "bench"):
+    for command in ("train", "generate", "convert", "aot", "bench"):
         assert command in done.stdout
     assert done.stdout.rstrip().endswith("heavy")
 
@@ -83,6 +87,9 @@ print("heavy", *({"deltanox.train", "optax", "matplotlib", "tqdm"} & set(sys.mod
         (["train", "small.toml", "--set", "model.depth=4"], "deltanox: config: there is no `model.depth`; "),
         (["train", "small.toml", "--text", "nowhere"], "deltanox: text: `nowhere` is neither a file nor a folder"),
         (["train", "--resume", "nowhere"], "deltanox: checkpoint: there is no folder `nowhere`"),
+        (["train", "small.toml", "--from", "nowhere"], "deltanox: config.json: there is no file `nowhere/config.json`"),
+        (["train", "small.toml", "--from", "a", "--resume", "b"], "deltanox: train: give --from or --resume, not both"),
+        (["convert", "text", "out"], "deltanox: checkpoint: no checkpoint under `text`"),
         (["generate", "text"], "deltanox: checkpoint: no checkpoint under `text`"),
     ],
 )
@@ -128,3 +135,33 @@ def test_train_resume_generate(config, capsys):
     assert capsys.readouterr().out == text
     assert main(["generate", str(run), "--top-p", "2"]) == 2
     assert "`top_p` must be above 0 and at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_to_a_checkpoint_and_on_from_it(config, capsys):
+    """A run becomes a Hugging Face checkpoint, whose weights are those of another run's first step."""
+    assert main(["train", config, "--text", "text", "--set", "train.steps=2"]) == 0
+    assert main(["convert", "runs/small", "out"]) == 0
+    trained, run = load_parameters("runs/small")
+    model, sizes = load("out")
+    assert sizes == run.model
+    same(model, trained)
+    assert main(["generate", "out", "--prompt", "ab", "--max-tokens", "3"]) == 0
+    assert "ab" in capsys.readouterr().out
+
+    other = [config, "--text", "text", "--set", "train.directory=on", "--set", "model.num_layers=4"]
+    assert main(["train", *other, "--from", "out"]) == 0
+    first, run = load_parameters("on/checkpoints/step_00000002")
+    assert run.model == sizes and run.train.steps == 4
+    shutil.rmtree("on/checkpoints/step_00000004")
+    assert main(["train", "--resume", "on"]) == 0  # the checkpoint is not needed again
+    assert jax.tree.structure(first) == jax.tree.structure(trained)
+    before, after = (
+        record["loss"]
+        for record in [*read_log("runs/small/log.jsonl"), *read_log("on/log.jsonl")]
+        if "loss" in record and record["step"] == 1
+    )
+    assert after < before
+    Path("out/tokenizer.json").write_text("{}")
+    assert main(["train", *other, "--from", "out"]) == 2
+    assert "`out` has a tokenizer.json, but text is read as bytes yet: give a model of bytes" in capsys.readouterr().err

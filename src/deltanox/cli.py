@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files or folders of UTF-8 text (default: the standard library's sources)",
     )
+    train.add_argument(
+        "--from",
+        dest="start",
+        metavar="FOLDER",
+        help="begin with the weights of this Hugging Face checkpoint; its sizes take the place of the config's [model]",
+    )
     train.add_argument("--resume", metavar="DIR", help="go on with the run in this folder, from its newest checkpoint")
     train.set_defaults(run=_train)
 
@@ -131,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     from deltanox.train import TrainingDiverged, find_checkpoint, read_config, train
     from deltanox.train._config import apply_overrides, config_from_dict
+    from deltanox.train._from import start_from
+    from deltanox.train._loop import default_model
     from deltanox.train._sample import sample_text
 
     if arguments.config is not None:
@@ -143,8 +151,15 @@ def _train(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume"
         )
+    make_model = default_model
+    if arguments.start is not None:
+        if arguments.resume is not None:
+            raise ValueError("train: give --from or --resume, not both: a run that is resumed has its weights already")
+        config, make_model = start_from(arguments.start, config)
     try:
-        train(config, text=arguments.text, resume=arguments.resume, name=name, sample=sample_text)
+        train(
+            config, text=arguments.text, resume=arguments.resume, name=name, make_model=make_model, sample=sample_text
+        )
     except TrainingDiverged as error:
         print(f"deltanox: {error}", file=sys.stderr)
         return 1

@@ -49,7 +49,7 @@ def test_logits(family):
 
 
 def test_left_padding():
-    name = "qwen3_next"
+    name = "qwen3_5"
     expected, (model, _) = load_file(FIXTURES / name / "expected.safetensors"), load(FIXTURES / name, dtype="float32")
     mask = expected["mask"]
     got = run(model, jnp.asarray(expected["tokens"]), mask=jnp.asarray(mask))
@@ -86,9 +86,8 @@ def test_one_token_further(name):
 
     @eqx.filter_jit
     def further(model, tokens):
-        hidden, _, _ = model.hidden(tokens)
-        unnormed, _, _ = eqx.tree_at(lambda m: m.norm, model, lambda x: x).hidden(tokens)
-        return [model.mtp_logits(x[:-1], tokens[1:])[0] for x in (hidden, unnormed)]
+        x, _, _ = model.layers(model.embed(tokens))
+        return [model.mtp_logits(hidden[:-1], tokens[1:])[0] for hidden in (model.norm(x), x)]
 
     after, before = further(model, tokens)
     close(after, expected["mtp_logits"][0])

@@ -77,7 +77,7 @@ def test_every_tensor_is_needed(folder):
     """Leave out each tensor once: it is named, whichever it is; what is passed over is the vision tower."""
     path = folder("qwen3_next")
     tensors = load_file(path / "model.safetensors")
-    for name in [*list(tensors)[::9], "model.layers.2.linear_attn.in_proj_qkvz.weight", "lm_head.weight"]:
+    for name in [*list(tensors)[::25], "model.layers.2.linear_attn.in_proj_qkvz.weight", "lm_head.weight"]:
         save_file({key: x for key, x in tensors.items() if key != name}, path / "model.safetensors")
         with pytest.raises(ValueError, match=f"lacks the tensor `{name}`"):
             load(path)
