@@ -219,3 +219,21 @@ def test_decoding(pair):
         attention = torch.cat([attention, torch.ones_like(new)], 1)
         logits, state = decode(ours, jnp.asarray(new[:, 0].numpy()), state)
     np.testing.assert_array_equal(generate(ours, tokens, mask=mask, max_new_tokens=8), np.stack(text, -1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_sixty_four_greedy_tokens(pair, family):
+    """A ragged batch, padded on the left for both, token by token."""
+    ours, theirs, _ = pair(family)
+    lengths = np.array([11, 1, 7, 4])
+    tokens = draw(10, 4, 11)
+    mask = np.arange(11)[None] >= 11 - lengths[:, None]
+    tokens = np.where(mask, tokens, 0)
+    want = theirs.generate(
+        torch.tensor(tokens), attention_mask=torch.tensor(mask, dtype=torch.long), max_new_tokens=64, do_sample=False,
+        pad_token_id=0, eos_token_id=None,
+    )[:, 11:].numpy()  # fmt: skip
+    got = generate(ours, tokens, mask=mask, max_new_tokens=64)
+    assert want.shape == (4, 64) and len(np.unique(want)) > 10
+    np.testing.assert_array_equal(got, want)
