@@ -76,9 +76,26 @@ def save(
         check(source, names, config, places(config, skeleton, layout))
         written = _with_dtype(read_json(source.folder), dtype)
 
+    tensors = _tensors(model, config, skeleton, names, layout, source, dtype)
+    others: dict[str, np.ndarray] = {}
+    if source is not None:
+        tied = names("lm_head.weight") if config.tied_head else None
+        others = {name: source.view(name) for name in source.tensors if name not in tensors and name != tied}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, tensors, others, shard_bytes)
+    if source is not None:
+        for path in sorted(source.folder.iterdir()):
+            if path.suffix in _COPIED and path.name not in (CONFIG, INDEX) and path.is_file():
+                shutil.copy(path, folder / path.name)
+    write_json(folder / CONFIG, written)  # last: without it the folder is no checkpoint
+
+
+def _tensors(model, config, skeleton, names, layout, source, dtype) -> dict[str, _Tensor]:
+    """What the model's arrays are in the checkpoint; `source` is the one that it shall be like, or None."""
     tensors: dict[str, _Tensor] = {}
     for place, abstract in zip(places(config, model, layout), jax.tree.leaves(skeleton)):
-        kept = abstract.dtype != skeleton.embedding.dtype
+        kept = abstract.dtype != skeleton.embedding.dtype  # float32 whatever the weights are
         for period, parts in enumerate(place.periods):
             for part in parts:
                 name = names(part.tensor)
@@ -88,29 +105,21 @@ def save(
                     stored = np.dtype(place.array.dtype) if source is None else DTYPES[source.tensors[name].dtype]
                 tensor = tensors.setdefault(name, _Tensor(part.shape, stored, []))
                 tensor.sources.append(_Source(place.array, period if place.stacked else None, part))
-    others: dict[str, np.ndarray] = {}
-    if source is not None:
-        tied = names("lm_head.weight") if config.tied_head else None
-        others = {name: source.view(name) for name in source.tensors if name not in tensors and name != tied}
+    return tensors
 
-    folder.mkdir(parents=True, exist_ok=True)
+
+def _write(folder: Path, tensors: dict[str, _Tensor], others: dict[str, np.ndarray], shard_bytes: int) -> None:
+    """The files: one, or shards and their index."""
     sizes = {name: x.size for name, x in tensors.items()} | {name: x.nbytes for name, x in others.items()}
     files = shards(sizes, shard_bytes)
     weight_map, host = {}, _Host()
     for i, members in enumerate(files):
         file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        values = {}
-        for name in members:
-            values[name] = _value(tensors[name], host) if name in tensors else others[name]
-            weight_map[name] = file
+        values = {name: _value(tensors[name], host) if name in tensors else others[name] for name in members}
         write_shard(folder / file, values)
+        weight_map |= dict.fromkeys(members, file)
     if len(files) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    if source is not None:
-        for path in sorted(source.folder.iterdir()):
-            if path.suffix in _COPIED and path.name not in (CONFIG, INDEX) and path.is_file():
-                shutil.copy(path, folder / path.name)
-    write_json(folder / CONFIG, written)  # last: without it the folder is no checkpoint
 
 
 def _check_model(model: HybridLM, skeleton: HybridLM) -> None:
