@@ -112,6 +112,8 @@ class TrainConfig:
       between them, which on a CPU is a sixth of the time, and losses are reported so many at a time.
     - `unroll`: periods of the model that one turn of the loop over its depth runs. More copy less and compile longer.
     - `balance_weight`: weight of the load-balance loss of sparse layers.
+    - `further_weight`: weight of the loss of the head for one token further (`model.mtp_head`), such as 0.1; 0 leaves
+      the head as it is but for weight decay.
     - `seed`: of the initial parameters and of sampled text.
     - `directory`: where the log, the picture and the checkpoints go; "" for a new folder `runs/<name of the config>`.
     - `checkpoint_every`: steps between checkpoints (one more is written at the end); 0 for the end only.
@@ -126,6 +128,7 @@ class TrainConfig:
     steps_per_call: int = 1
     unroll: int = 1
     balance_weight: float = 0.001
+    further_weight: float = 0.0
     seed: int = 0
     directory: str = ""
     checkpoint_every: int = 200
@@ -146,6 +149,7 @@ class TrainConfig:
                 "steps_per_call": (self.steps_per_call >= 1, "at least 1"),
                 "unroll": (self.unroll >= 1, "at least 1"),
                 "balance_weight": (0 <= self.balance_weight < math.inf, "0 or more"),
+                "further_weight": (0 <= self.further_weight < math.inf, "0 or more"),
                 "seed": (0 <= self.seed < 2**31, "between 0 and 2^31 - 1"),
                 "checkpoint_every": (self.checkpoint_every >= 0, "0 (at the end only) or a number of steps"),
                 "keep_checkpoints": (self.keep_checkpoints >= 1, "at least 1"),
@@ -175,6 +179,11 @@ class Config:
             raise ValueError(
                 f"config: model.vocab_size must be at least {VOCABULARY_SIZE} (the bytes and a boundary), but "
                 f"it is {self.model.vocab_size}"
+            )
+        if self.train.further_weight > 0 and not getattr(self.model, "mtp_head", False):
+            raise ValueError(
+                f"config: train.further_weight must be 0 for a model without a head for one token further, but it is "
+                f"{self.train.further_weight}: set model.mtp_head = true"
             )
         if self.optimiser.warmup_steps >= self.train.steps:
             raise ValueError(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from deltanox.precision import Precision
 from deltanox.train._data import BOUNDARY, Batch
-from deltanox.train._loss import LossSums, next_token_loss
+from deltanox.train._loss import LossSums, further_labels, next_token_loss
 
 
 class TrainState(NamedTuple):
@@ -35,12 +35,14 @@ class Metrics(NamedTuple):
 
     - `loss`: mean nats per label. `bits_per_byte`: all nats of the batch / ln 2 / its bytes.
     - `balance`: mean load-balance loss of sparse layers, 0 without them.
+    - `further_loss`: mean nats per label of the head for one token further, 0 where it isn't trained.
     - `gradient_norm`: before clipping. `learning_rate`: of this update.
     """
 
     loss: Float[Array, ""]
     bits_per_byte: Float[Array, ""]
     balance: Float[Array, ""]
+    further_loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
 
@@ -63,6 +65,7 @@ def make_step(
     *,
     balance_weight: float = 0.0,
     balance_loss: Callable[[Any], Float[Array, ""]] | None = None,
+    further_weight: float = 0.0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
 
@@ -70,37 +73,45 @@ def make_step(
     batch of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
 
     **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
-    `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them.
+    `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them;
+    `further_weight`, of the loss of the head for one token further, which the model must have if it isn't 0.
     """
 
-    def loss_function(parameters, batch, count, parts):
+    def loss_function(parameters, batch, counts, parts):
         model = precision.cast_compute(eqx.combine(parameters, static))
-        sums = next_token_loss(model, batch)
-        loss = sums.nats / count
+        sums = next_token_loss(model, batch, further=further_weight > 0)
+        loss = sums.nats / counts[0]
+        further = jnp.zeros((), jnp.float32)
+        if sums.further is not None:
+            further = sums.further / counts[1]
+            loss = loss + jnp.float32(further_weight) * further
         balance = jnp.zeros((), jnp.float32)
         if sums.router is not None and balance_loss is not None:
             balance = balance_loss(sums.router).astype(jnp.float32) / jnp.float32(parts)
             loss = loss + jnp.float32(balance_weight) * balance
-        return loss, (sums.nats, balance)
+        return loss, (sums.nats, balance, further)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         parts = batch.tokens.shape[0]
         real = jnp.ones(batch.labels.shape, bool) if batch.mask is None else batch.mask
         count = real.sum(dtype=jnp.int32).astype(jnp.float32)
         num_bytes = (real & (batch.labels != BOUNDARY)).sum(dtype=jnp.int32).astype(jnp.float32)
+        mask = None if batch.mask is None else jnp.asarray(batch.mask)
+        _, there = further_labels(*map(jnp.asarray, (batch.labels, batch.segment_ids)), mask)
+        counts = (count, jnp.maximum(there.sum(dtype=jnp.int32).astype(jnp.float32), jnp.float32(1)))
         gradient = jax.grad(loss_function, has_aux=True)
         if parts == 1:
             one = jax.tree.map(lambda x: x[0], batch)
-            gradients, (nats, balance) = gradient(state.parameters, one, count, parts)
+            gradients, (nats, balance, further) = gradient(state.parameters, one, counts, parts)
         else:
 
             def accumulate(carry, one):
-                return jax.tree.map(jnp.add, carry, gradient(state.parameters, one, count, parts)), None
+                return jax.tree.map(jnp.add, carry, gradient(state.parameters, one, counts, parts)), None
 
             first = jax.tree.map(lambda x: x[0], batch)
-            shapes = jax.eval_shape(lambda p, b: gradient(p, b, count, parts), state.parameters, first)
+            shapes = jax.eval_shape(lambda p, b: gradient(p, b, counts, parts), state.parameters, first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            (gradients, (nats, balance)), _ = jax.lax.scan(accumulate, zeros, batch)
+            (gradients, (nats, balance, further)), _ = jax.lax.scan(accumulate, zeros, batch)
         # Optax mixes Python floats with integer counts: it needs JAX's usual promotion, whatever the caller has set.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, optimiser_state = optimiser.update(gradients, state.optimiser_state, state.parameters)
@@ -110,6 +121,7 @@ def make_step(
             loss=nats / count,
             bits_per_byte=nats / (math.log(2) * num_bytes),
             balance=balance,
+            further_loss=further,
             gradient_norm=jnp.sqrt(sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(gradients))),
             learning_rate=learning_rate,
         )
