@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..ops._manual import alike
 from ..ops._validate import describe, require
+from ._lora import LoRALinear
 
 INIT_SCALE = 0.02
 """Standard deviation of every linear, convolution and embedding weight (`initializer_range` of the released
@@ -35,7 +36,7 @@ def linear(in_size: int, out_size: int, *, dtype: DTypeLike = jnp.float32, key: 
     return eqx.tree_at(lambda layer: layer.weight, skeleton, normal((out_size, in_size), dtype=dtype, key=key))
 
 
-def apply_linear(layer: eqx.nn.Linear, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+def apply_linear(layer: eqx.nn.Linear | LoRALinear, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
     """y = x Wᵀ over the last axis, in x's dtype.
 
     One product for the whole sequence, with the tokens in rows: no transpose of the weight or of the tokens is made.

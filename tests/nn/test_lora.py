@@ -1,0 +1,86 @@
+"""Low-rank changes of linear layers: they start as nothing, train alone, and merge exactly (row 73)."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deltanox.models import Qwen3_5Config, qwen3_5
+from deltanox.nn import GatedDeltaNet, LoRALinear, add_lora, lora_filter, merge_lora
+
+PROJECTIONS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+run = eqx.filter_jit(lambda layer, x: layer(x)[0])
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return GatedDeltaNet(
+        16, num_key_heads=2, num_value_heads=4, key_head_size=4, value_head_size=6, key=jax.random.key(0)
+    )
+
+
+def trained(model, seed=1):
+    """`up` drawn, as if it had been trained."""
+
+    def draw(node):
+        if not isinstance(node, LoRALinear):
+            return node
+        return eqx.tree_at(lambda m: m.up, node, jax.random.normal(jax.random.key(seed), node.up.shape))
+
+    return jax.tree.map(draw, model, is_leaf=lambda node: isinstance(node, LoRALinear))
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_each_projection_merges(layer, name):
+    x = jax.random.normal(jax.random.key(2), (9, 16))
+    adapted = add_lora(layer, 3, alpha=6.0, where=lambda path: path == f".{name}", key=jax.random.key(3))
+    assert getattr(adapted, name).scale == 2.0
+    assert np.array_equal(getattr(adapted, name).weight, getattr(layer, name).weight)
+    changed = trained(adapted)
+    weight = getattr(layer, name).weight + 2 * getattr(changed, name).up @ getattr(changed, name).down
+    np.testing.assert_allclose(getattr(changed, name).weight, weight, atol=1e-5)
+    merged = merge_lora(changed)
+    assert jax.tree.structure(merged) == jax.tree.structure(layer)
+    unmerged, together, before = run(changed, x), run(merged, x), run(layer, x)
+    assert np.abs(np.asarray(unmerged - together)).max() <= 1e-6
+    assert np.abs(np.asarray(together - before)).max() > 1e-4
+
+
+def test_whole_model():
+    """Stacked layers, gradients of `up` and `down` alone, and a step that lowers the loss."""
+    config = Qwen3_5Config(
+        vocab_size=30, embed_size=16, num_layers=4, full_attention_interval=2, num_key_heads=1, num_value_heads=2,
+        key_head_size=8, value_head_size=4, num_heads=2, num_kv_heads=1, head_size=8, mlp_size=16,
+    )  # fmt: skip
+    model = eqx.filter_jit(qwen3_5)(config, key=jax.random.key(0))
+    adapted = add_lora(model, 2, where=lambda path: ".mixer." in path, key=jax.random.key(1))
+    parts, rest = eqx.partition(adapted, lora_filter(adapted))
+    sizes = [x.shape for x in jax.tree.leaves(parts)]
+    assert len(sizes) == 2 * (5 + 4) and all(shape[0] == 2 and 2 in shape[1:] for shape in sizes)
+    tokens = jnp.arange(12) % 30
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(parts, rest):
+        logits, _ = eqx.combine(parts, rest)(tokens[:-1])
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(11), tokens[1:]])
+
+    first, gradients = loss(parts, rest)
+    assert all(x.any() for x in jax.tree.leaves(gradients)[::2])
+    for _ in range(3):
+        value, gradients = loss(parts, rest)
+        parts = jax.tree.map(lambda x, g: x - 3 * g, parts, gradients)
+    assert loss(parts, rest)[0] < first
+    merged = merge_lora(eqx.combine(parts, rest))
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
+    assert np.array_equal(merged.embedding, model.embedding)
+    got, want = run(merged, tokens), run(eqx.combine(parts, rest), tokens)
+    assert np.abs(np.asarray(got - want)).max() <= 1e-6
+
+
+def test_refusals(layer):
+    with pytest.raises(ValueError, match="add_lora: `rank` must be at least 1, but it is 0"):
+        add_lora(layer, 0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="add_lora: there must be a linear layer to adapt, but `where` chooses none"):
+        add_lora(layer, 2, where=lambda path: "q_proj" in path, key=jax.random.key(0))
