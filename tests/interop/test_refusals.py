@@ -212,7 +212,7 @@ def test_saving(tmp_path):
         save(wider, config, tmp_path / "a")
     headless = eqx.tree_at(lambda m: m.mtp, model, None)
     with pytest.raises(
-        ValueError, match=r"but its `.mtp.*` is missing where the config has \[.*\]: give the config that"
+        ValueError, match=r"but its `.mtp.*` is missing where the config has \[.*\]: give the config that it"
     ):
         save(headless, config, tmp_path / "a")
     with pytest.raises(ValueError, match=r"load: `.*qwen3_5` lacks the tensor `lm_head.weight`|has the tensor"):

@@ -134,7 +134,8 @@ def _check_model(model: HybridLM, skeleton: HybridLM) -> None:
             a is not None and b is not None and a.shape == b.shape,
             f"save: `model` must be the model of `config`, but its `{path}` is "
             f"{'missing' if a is None else describe(a)} where the config has "
-            f"{'none' if b is None else list(b.shape)}: give the config that the model was made with, and a model after merge_lora",
+            f"{'none' if b is None else list(b.shape)}: give the config that it was made with, and what merge_lora "
+            "returns",
         )
 
 
