@@ -131,6 +131,7 @@ def _kernel(
         afters = [split(x, parts.state) for x in after]
         ahead = [product(of_key[h].keys, afters[h]) for h in of]  # K dS'
         new_bar = [product(reads[h], out_bars[h], (0, 0)) + written[:, h : h + 1] * ahead[h] for h in of]
+        with_rate = [pairs[h] * gate.rate[h : h + 1] for h in of]
         rest_bar = [product(split(all_u[i, h], parts.inverse), split(new_bar[h], parts.inverse), (0, 0)) for h in of]
         for h in of:
             v_bar_ref[rows, h * value_size : (h + 1) * value_size] = rest_bar[h].astype(v_bar_ref.dtype)
@@ -139,7 +140,6 @@ def _kernel(
         news = [split(x, parts.new) for x in new]
         xs = [-product(split(rest_bar[h], parts.new), news[h], (1, 1)) for h in of]
         ys = [product(out_bars[h], news[h], (1, 1)) for h in of]
-        with_rate = [pairs[h] * gate.rate[h : h + 1] for h in of]
         z = [pairs[h] * (xs[h] * of_key[h].gram + ys[h] * of_key[h].read) for h in of]
         gram_bar = [jnp.where(tri.strict, x, 0.0) for x in over_heads([a * b for a, b in zip(with_rate, xs)])]
         read_bar = over_heads([a * b for a, b in zip(with_rate, ys)])

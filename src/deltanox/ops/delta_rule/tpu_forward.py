@@ -28,6 +28,7 @@ from .tpu_common import (
     key_heads,
     pair_decays,
     product,
+    solve,
     split,
     triangles,
 )
@@ -73,18 +74,19 @@ def _kernel(
         pairs = [pair_decays(gate, h, tri, parts.gates or 3) * gate.rate[h : h + 1] for h in of]
         m = [pairs[h] * keys[h // ratio].gram for h in of]
         a = [split(pairs[h] * keys[h // ratio].read, parts.new) for h in of]
-        inverses = inverse(m, parts.inverse)
-        u = [split(x, parts.inverse) for x in inverses]
         state = [carry[h] for h in of]
         met = [product(keys[h // ratio].both, split(state[h], parts.state)) for h in of]
         rest = [load(v_ref, h, value_size).astype(jnp.float32) - start[:, h : h + 1] * met[h][:size] for h in of]
-        new = [product(u[h], split(rest[h], parts.inverse)) for h in of]
+        if u_ref is None:
+            new = solve(m, rest, parts.inverse)
+        else:
+            inverses = inverse(m, parts.inverse)
+            new = [product(split(x, parts.inverse), split(y, parts.inverse)) for x, y in zip(inverses, rest)]
+            for h in of:
+                u_ref[0, i, h] = inverses[h].astype(u_ref.dtype)
         for h in of:
             out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
             out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
-        if u_ref is not None:
-            for h in of:
-                u_ref[0, i, h] = inverses[h].astype(u_ref.dtype)
         if states_ref is not None:
 
             @pl.when((tile * chunks + i) % every == 0)
