@@ -88,10 +88,6 @@ def _kernel(
         gate, keys, pairs = local(i, tri)
         start, written = gate.start.T, (gate.end * gate.rate).T
         keys_t = [split(x.k.T, parts.keys) for x in keys]
-        if inverted:
-            us = [all_u[i, h] for h in of]
-        else:
-            us = inverse([pairs[h] * gate.rate[h : h + 1] * keys[h // ratio].gram for h in of], parts.inverse)
 
         @pl.when(i % every == 0)
         def _():
@@ -101,6 +97,10 @@ def _kernel(
         state = [running[h] for h in of]
         met = [product(keys[h // ratio].keys, split(state[h], parts.state)) for h in of]
         rest = [load(v_ref, i, h, value_size).astype(jnp.float32) - start[:, h : h + 1] * met[h] for h in of]
+        if inverted:
+            us = [all_u[i, h] for h in of]
+        else:
+            us = inverse([pairs[h] * gate.rate[h : h + 1] * keys[h // ratio].gram for h in of], parts.inverse)
         new = [product(split(us[h], parts.inverse), split(rest[h], parts.inverse)) for h in of]
         for h in of:
             all_states[i, h] = state[h]

@@ -67,7 +67,6 @@ def _kernel(
         # once a key head
         ks, qs = ([load(ref, j, key_size) for j in range(key_count)] for ref in (k_ref, q_ref))
         keys = key_heads(ks, qs, tri, eps=eps, scale=scale, parts=parts.keys)
-        keys_t = [split(x.k.T, parts.keys) for x in keys]
 
         # once a value head
         of = range(heads)
@@ -84,9 +83,6 @@ def _kernel(
             new = [product(split(x, parts.inverse), split(y, parts.inverse)) for x, y in zip(inverses, rest)]
             for h in of:
                 u_ref[0, i, h] = inverses[h].astype(u_ref.dtype)
-        for h in of:
-            out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
-            out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
         if states_ref is not None:
 
             @pl.when((tile * chunks + i) % every == 0)
@@ -94,11 +90,15 @@ def _kernel(
                 for h in of:
                     states_ref[0, i // every, h] = state[h].astype(states_ref.dtype)
 
+        keys_t = [split(x.k.T, parts.keys) for x in keys]
         for h in of:
             ended = split(written[:, h : h + 1] * new[h], parts.new)
             whole = gate.start[h : h + 1, size - 1 : size]
             after = whole * state[h] + product(keys_t[h // ratio], ended)
             carry[h] = after.astype(kept_dtype).astype(jnp.float32)
+        for h in of:
+            out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
+            out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
         return 0
 
     jax.lax.fori_loop(0, chunks, chunk, 0)
