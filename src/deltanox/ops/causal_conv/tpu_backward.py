@@ -128,11 +128,10 @@ def _step(refs: dict, options: Options, tiles: Tiles, length: int, share: int):
 
 def conv_backward(
     inputs: Inputs, dy: Float[Array, "B T C"], options: Options, *, interpret=False, tiles: Tiles | None = None,
-    in_place: bool = True,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "M R C"]]:  # fmt: skip
     """The gradients of x, in its dtype, and of taps and bias, float32: sums over tokens and each group's batch rows.
     `tiles` says what a step takes at most. The gradient of x takes the memory of dy, which XLA copies where it is read
-    again. Not `in_place` is for `pltpu.InterpretParams`, which cannot do so where the last tile is not full."""
+    again."""
     batch, length, _ = inputs.x.shape
     tiles = (tiles or (TILES if inputs.bits is None else TILES._replace(rows=CUT_ROWS))).fit(inputs.x)
     call = common(inputs, options, tiles, reverse=True)
@@ -147,7 +146,9 @@ def conv_backward(
         call.arrays["before"] = inputs.x, pl.BlockSpec((None, BEFORE, tiles.channels), before)
     call.outputs["dx"] = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), call.arrays["x"][1]
     call.outputs["dtaps"] = jax.ShapeDtypeStruct(inputs.taps.shape, jnp.float32), call.arrays["taps"][1]
-    if in_place:
+    if not interpret or length % tiles.tokens == 0:
+        # JAX's interpreters cannot do so where the last tile is not full: they return padded arrays, or take what is
+        # written to dy's window for the gradient
         call.aliases["dy"] = "dx"
     call.scratch["ds"] = pltpu.VMEM((groups, HALO + tiles.tokens, LANES), jnp.float32)
     call.scratch["sums"] = pltpu.VMEM((groups, width + 1, 8, LANES), jnp.float32)
