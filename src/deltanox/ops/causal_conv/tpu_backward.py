@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._manual import result
 from .tpu_common import HALO, LANES, Inputs, Options, Step, Tiles, combine, common, lanes
 
 # Bundles per 64 tokens × 128 channels on tpu7x, W = 4, bf16, SiLU: 69.3, and 86.1 where segments are given (with a body
@@ -144,8 +145,8 @@ def conv_backward(
             return b, jnp.maximum((count - 1 - t) * each - 1, 0), c
 
         call.arrays["before"] = inputs.x, pl.BlockSpec((None, BEFORE, tiles.channels), before)
-    call.outputs["dx"] = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), call.arrays["x"][1]
-    call.outputs["dtaps"] = jax.ShapeDtypeStruct(inputs.taps.shape, jnp.float32), call.arrays["taps"][1]
+    call.outputs["dx"] = result(inputs.x.shape, inputs.x.dtype, inputs.x), call.arrays["x"][1]
+    call.outputs["dtaps"] = result(inputs.taps.shape, jnp.float32, inputs.taps), call.arrays["taps"][1]
     if not interpret or length % tiles.tokens == 0:
         # JAX's interpreters cannot do so where the last tile is not full: they return padded arrays, or take what is
         # written to dy's window for the gradient

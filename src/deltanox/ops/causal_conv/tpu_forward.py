@@ -4,11 +4,11 @@ Tiles of a row follow one another, and the last tokens of one are carried to the
 sum before the activation, SiLU is h + h tanh h: one transcendental, and its absolute error is a few ulps of h.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from .._manual import result
 from .tpu_common import HALO, Inputs, Options, Step, Tiles, combine, common, lanes
 
 # Bundles per 64 tokens × 128 channels on tpu7x, W = 4, bf16, SiLU: 24.6, and 31.7 where segments are given (with a body
@@ -61,6 +61,6 @@ def conv_forward(
     """The outputs, in x's dtype. `tiles` says what a step takes at most."""
     tiles = (tiles or TILES).fit(inputs.x)
     call = common(inputs, options, tiles)
-    call.outputs["y"] = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), call.arrays["x"][1]
+    call.outputs["y"] = result(inputs.x.shape, inputs.x.dtype, inputs.x), call.arrays["x"][1]
     (y,) = call.run(lambda refs: _step(refs, options, tiles), "conv_forward", interpret)
     return y
