@@ -181,7 +181,8 @@ def qwen3_5(
 
     - `config`: the sizes.
     - `implementation`: engine of the delta rule and the convolution (see `deltanox.ops.gated_delta_rule`).
-    - `remat`: recompute each period in the backward pass: False, True, or a policy of `jax.checkpoint_policies`.
+    - `remat`: what the backward pass finds saved of each period, unless a call says otherwise: False (all that it
+      needs), True (nothing), or a policy of `deltanox.remat` or `jax.checkpoint_policies`.
     - `unroll`: periods that one turn of the loop over the depth runs: more copy less and compile longer.
     - `state_dtype`: of the recurrence's states between its chunks, for the backward pass (`Precision.state`).
     - `dtype`: of the weights; decay rates and gated norms are float32 whatever it is.

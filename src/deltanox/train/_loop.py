@@ -164,6 +164,7 @@ def train(
         config.precision,
         balance_weight=config.train.balance_weight,
         balance_loss=_balance_loss,
+        remat=config.remat,
     )
     most = config.train.steps_per_call
     step_function = repeat_step(step_function, most)

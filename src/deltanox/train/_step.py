@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from deltanox.precision import Precision
+from deltanox.remat import Policy
 from deltanox.train._data import BOUNDARY, Batch
 from deltanox.train._loss import LossSums, next_token_loss
 
@@ -63,6 +64,7 @@ def make_step(
     *,
     balance_weight: float = 0.0,
     balance_loss: Callable[[Any], Float[Array, ""]] | None = None,
+    remat: Policy | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
 
@@ -70,12 +72,13 @@ def make_step(
     batch of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
 
     **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
-    `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them.
+    `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them;
+    `remat`, what the backward pass finds saved (None: all that it needs).
     """
 
     def loss_function(parameters, batch, count, parts):
         model = precision.cast_compute(eqx.combine(parameters, static))
-        sums = next_token_loss(model, batch)
+        sums = next_token_loss(model, batch, remat=remat)
         loss = sums.nats / count
         balance = jnp.zeros((), jnp.float32)
         if sums.router is not None and balance_loss is not None:
