@@ -6,11 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .. import remat as _remat
 from ..ops._validate import require
+from ..remat import named_input
 
 
 class Stack(eqx.Module):
@@ -114,7 +114,7 @@ class Stack(eqx.Module):
 
         def layer(x, layer_and_state, kwargs):
             layer, state = layer_and_state
-            y, state, stats = eqx.combine(layer, static)(checkpoint_name(x, "layer_input"), state, **kwargs)
+            y, state, stats = eqx.combine(layer, static)(named_input(x), state, **kwargs)
             return y, (state, stats)
 
         remat = self.remat if remat is None else remat

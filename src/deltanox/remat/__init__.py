@@ -24,3 +24,4 @@ from ._policy import (
     nothing as nothing,
     policy as policy,
 )
+from ._trace import named_input as named_input

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from ._names import GROUPS, NAMES, Scope
 from ._policy import HOST, Policy, deaf
-from ._trace import trace
+from ._trace import named_input, trace
 
 RECORD = "the engines 'xla' and 'pallas' of the delta rule, not by 'chunked' and 'reference'"
 
@@ -88,7 +87,7 @@ def bytes_per_layer(policy: Policy, layer: Callable[..., Any], x: Any, *args: An
     """
 
     def named(x, *args):
-        return layer(checkpoint_name(x, "layer_input"), *args)
+        return layer(named_input(x), *args)
 
     check(policy, named, x, *args, scope="layer")
     traced = trace(named, (x, *args), policy)

@@ -69,7 +69,7 @@ def _rule(policy: Policy) -> Callable[..., Any]:
     )
 
 
-def policy(base: str = "nothing", /, **places: Place) -> Policy:
+def policy(base: str = "nothing", /, **places: Any) -> Policy:
     """A policy made of names: `policy(gdn="device", gdn_conv="remat", mlp="offload")`.
 
     **Arguments:**

@@ -5,7 +5,10 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
+from jaxtyping import Array
 
 
 class Traced(NamedTuple):
@@ -15,6 +18,15 @@ class Traced(NamedTuple):
     names: frozenset[str]
     saved: list[Any]
     kept: list[bool]
+
+
+def named_input(x: Array) -> Array:
+    """`x` by the name of what a layer begins with.
+
+    Behind the name is a copy, which costs nothing: a checkpoint inside the layer (a norm) that took the named array
+    itself would save it a second time.
+    """
+    return jnp.copy(checkpoint_name(x, "layer_input"))
 
 
 def _is_array(x: Any) -> bool:
