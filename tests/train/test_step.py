@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from deltanox import remat
 from deltanox.models import Qwen3_5Config, qwen3_5
 from deltanox.precision import Precision
 from deltanox.train import (
@@ -50,6 +51,12 @@ def test_loss_of_packed_rows_is_that_of_the_documents(tied, getkey):
     assert rel(sums.nats, sum(s.nats for s in singles)) < 1e-6
     dirty = batch._replace(labels=jnp.where(batch.mask, batch.labels, 7))
     assert loss(model, dirty).nats == sums.nats
+
+
+def test_a_policy_that_the_model_does_not_take_is_refused(getkey):
+    model = TinyModel(TinyConfig(), key=getkey())
+    with pytest.raises(ValueError, match=r"remat: `TinyModel.hidden` takes no argument `remat`.*leave out the section \[remat\]"):
+        next_token_loss(model, batch_of([9, 5, 9], 30, 1), remat=remat.nothing)
 
 
 def alone(batch):
