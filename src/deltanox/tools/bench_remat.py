@@ -127,8 +127,8 @@ def line(record: dict[str, Any]) -> str:
     compiled = record.get("compiled")
     if isinstance(compiled, dict):
         return text + (
-            f"; {compiled['depth']} layers on {compiled['topology']}: temporary {compiled['temporary_bytes'] / 1e9:.2f} "
-            f"GB, host {compiled['host_bytes'] / 1e9:.2f} GB, gdn_forward × {compiled['gdn_forward']}"
+            f"; {compiled['depth']} layers on {compiled['topology']}: "
+            f"temporary {compiled['temporary_bytes'] / 1e9:.2f} GB, host {compiled['host_bytes'] / 1e9:.2f} GB, gdn_forward × {compiled['gdn_forward']}"
         )
     return text + (f"; does not compile: {compiled}" if compiled else "")
 
