@@ -126,10 +126,9 @@ def line(record: dict[str, Any]) -> str:
     )
     compiled = record.get("compiled")
     if isinstance(compiled, dict):
-        return text + (
-            f"; {compiled['depth']} layers on {compiled['topology']}: "
-            f"temporary {compiled['temporary_bytes'] / 1e9:.2f} GB, host {compiled['host_bytes'] / 1e9:.2f} GB, gdn_forward × {compiled['gdn_forward']}"
-        )
+        sizes = f"temporary {compiled['temporary_bytes'] / 1e9:.2f} GB, host {compiled['host_bytes'] / 1e9:.2f} GB"
+        calls = f"gdn_forward × {compiled['gdn_forward']}"
+        return f"{text}; {compiled['depth']} layers on {compiled['topology']}: {sizes}, {calls}"
     return text + (f"; does not compile: {compiled}" if compiled else "")
 
 
