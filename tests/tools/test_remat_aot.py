@@ -55,7 +55,9 @@ def compiled(depth, policy, length=2048):
     return aot.compile(f, stack, x, topology="tpu7x"), predicted
 
 
-@pytest.mark.parametrize("name, calls", [("remat", 2), ("device", 1), pytest.param("input", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, calls", [("remat", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("device", "input"))]
+)
 def test_the_kernel_runs_again_unless_its_record_is_saved(name, calls):
     report, _ = compiled(4, POLICIES[name])
     assert {k: n for k, n in report.kernel_calls.items() if k.startswith("gdn")} == {

@@ -55,7 +55,9 @@ def test_loss_of_packed_rows_is_that_of_the_documents(tied, getkey):
 
 def test_a_policy_that_the_model_does_not_take_is_refused(getkey):
     model = TinyModel(TinyConfig(), key=getkey())
-    with pytest.raises(ValueError, match=r"remat: `TinyModel.hidden` takes no argument `remat`.*leave out the section \[remat\]"):
+    with pytest.raises(
+        ValueError, match=r"remat: `TinyModel.hidden` takes no argument `remat`.*leave out the section \[remat\]"
+    ):
         next_token_loss(model, batch_of([9, 5, 9], 30, 1), remat=remat.nothing)
 
 

@@ -49,7 +49,7 @@ NAMES: Mapping[str, Residual] = MappingProxyType({
     "gdn_states": Residual("gdn", "state at every s-th token", "B T/s H K V", "float32", ("gdn_out",)),
     "gdn_t_inv": Residual(
         "gdn", "T = (I + A)^-1 of every chunk", "B T/c H c c", "float32", ("gdn_out", "gdn_states"),
-        made="the engine 'xla' with Residuals(t_inv='save')",
+        made="layers with Residuals(t_inv='save')",
     ),
     "gdn_qkv": Residual("gdn_conv", "merged projection, the convolution's input", "B T C"),
     "gdn_conv_out": Residual("gdn_conv", "the same after convolution and SiLU", "B T C", made="convolutions"),
