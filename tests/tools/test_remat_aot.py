@@ -74,6 +74,27 @@ def test_offload_inside_the_scan_takes_host_memory():
     assert report.host_bytes == 4 * predicted.host
 
 
+FLAGS = ("jax_remat3", "jax_custom_vjp3")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(hasattr(jax.config, flag) for flag in FLAGS), reason="this JAX has no such settings")
+def test_offload_under_the_newer_implementation_of_checkpoints():
+    try:
+        for flag in FLAGS:
+            jax.config.update(flag, True)
+        try:
+            policy = remat.policy(gdn="offload")
+        except UserWarning as warning:
+            pytest.skip(f"{warning}")
+        report, predicted = compiled(4, policy)
+        assert report.kernel_calls["gdn_forward"] == 1
+        assert report.host_bytes == 4 * predicted.host
+    finally:
+        for flag in FLAGS:
+            jax.config.update(flag, False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["device", "offload", "input"])
 def test_memory_grows_with_the_depth_as_predicted(name):
