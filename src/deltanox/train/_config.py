@@ -2,7 +2,7 @@
 
     implementation = "auto"       # engine of the delta rule and the convolution
     [model]                       # the fields of the model's own config
-    [precision]                   # Precision: parameter, compute, state, decay
+    [precision]                   # Precision: dtypes by what they are for
     [data]                        # DataConfig
     [optimiser]                   # OptimiserConfig
     [train]                       # TrainConfig

@@ -59,6 +59,8 @@ def default_model(config: Config, key: jax.Array) -> Any:
         config.model,
         implementation=config.implementation,
         state_dtype=precision.state,
+        decay_dtype=precision.decay,
+        strict_hf_rounding=precision.strict_hf_rounding,
         dtype=precision.parameter,
         unroll=config.train.unroll,
         key=key,

@@ -69,7 +69,8 @@ def make_step(
     """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
 
     The arrays of `batch` are [A B T]: the gradients of A batches of B rows are summed, and the update is that of one
-    batch of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
+    batch of A · B rows, in the memory of B. They are summed in `precision.accumulation`.
+    Master parameters are cast to the compute dtype inside the loss.
 
     **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
     `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them;
@@ -98,12 +99,18 @@ def make_step(
         else:
 
             def accumulate(carry, one):
-                return jax.tree.map(jnp.add, carry, gradient(state.parameters, one, count, parts)), None
+                new = gradient(state.parameters, one, count, parts)
+                return jax.tree.map(lambda total, x: total + x.astype(total.dtype), carry, new), None
 
             first = jax.tree.map(lambda x: x[0], batch)
             shapes = jax.eval_shape(lambda p, b: gradient(p, b, count, parts), state.parameters, first)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            wide = precision.accumulation
+            zeros = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, max(x.dtype, wide, key=lambda dtype: dtype.itemsize)), shapes
+            )
             (gradients, (nats, balance)), _ = jax.lax.scan(accumulate, zeros, batch)
+            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, shapes[0])
+            nats, balance = nats.astype(jnp.float32), balance.astype(jnp.float32)
         # Optax mixes Python floats with integer counts: it needs JAX's usual promotion, whatever the caller has set.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, optimiser_state = optimiser.update(gradients, state.optimiser_state, state.parameters)
