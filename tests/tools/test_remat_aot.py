@@ -111,7 +111,7 @@ CONFIG = dict(
         vocab_size=257, embed_size=128, num_layers=4, full_attention_interval=2, mlp_size=256, num_key_heads=1,
         num_value_heads=1, num_heads=1, num_kv_heads=1, head_size=128, tied_head=True,
     ),
-    precision=dict(compute="bfloat16"), data=dict(row_length=512, batch_size=1), optimiser=dict(warmup_steps=1),
+    precision=dict(compute="bfloat16"), data=dict(row_length=4096, batch_size=2), optimiser=dict(warmup_steps=1),
     train=dict(steps=4),
 )  # fmt: skip
 
@@ -124,12 +124,11 @@ def test_the_table_of_a_config_changes_what_is_compiled():
     everything, nothing, kernels, mlp = reports
     assert nothing.temporary_bytes < kernels.temporary_bytes < everything.temporary_bytes
     assert nothing.host_bytes == kernels.host_bytes == 0
-    assert mlp.host_bytes == 2 * 2 * 2 * (512 * 256 * 2)  # two periods of two blocks, gate and up
+    assert mlp.host_bytes == 2 * 2 * 2 * (2 * 4096 * 256 * 2)  # two periods of two blocks, gate and up
 
 
 @pytest.mark.slow
 def test_offload_inside_the_loops_of_a_training_step():
     """Gradients are accumulated in a loop around the stack's."""
-    remat, data = dict(policy="minimal_offloaded"), dict(row_length=512, batch_size=1)
-    config = config_from_dict(CONFIG | dict(remat=remat, data=data, train=dict(steps=4, accumulation=2)))
+    config = config_from_dict(CONFIG | dict(remat=dict(gdn="offload"), train=dict(steps=4, accumulation=2)))
     assert compile_config(config).host_bytes > 0
