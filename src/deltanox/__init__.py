@@ -4,6 +4,7 @@ models.
 - `deltanox.ops`: pure functions of arrays, any leading batch axes.
 - `deltanox.nn`: Equinox layers, unbatched under `jax.vmap`.
 - `deltanox.models`: the hybrid block, the language model, Qwen3.5.
+- `deltanox.remat`: what the backward pass finds saved, by names.
 - `deltanox.generate`: prefill, decode, sampling.
 - `deltanox.train`: the training loop of the command line (`import deltanox.train`; it is not loaded with the rest).
 
@@ -11,7 +12,7 @@ Shapes are written in every signature and checked by nobody unless you ask: `jax
 "beartype.beartype")` before the import.
 """
 
-from . import generate as generate, models as models, nn as nn, ops as ops
+from . import generate as generate, models as models, nn as nn, ops as ops, remat as remat
 from .models import (
     QWEN3_5_SIZES as QWEN3_5_SIZES,
     HybridBlock as HybridBlock,
