@@ -86,7 +86,7 @@ def test_records_are_equal_by_their_dtypes():
 
 
 @pytest.mark.parametrize("value", ["int8", "float31", None, 3, "half precision"])
-@pytest.mark.parametrize("field", ["parameter", "compute", "state", "decay"])
+@pytest.mark.parametrize("field", ["parameter", "compute", "accumulation", "state", "decay"])
 def test_refuses_what_is_not_a_float(field, value):
     with pytest.raises(ValueError, match=rf"`{field}` must be one of .*'bfloat16'.* but it is"):
         Precision(**{field: value})
@@ -95,3 +95,12 @@ def test_refuses_what_is_not_a_float(field, value):
 def test_refuses_a_decay_below_float32():
     with pytest.raises(ValueError, match="`decay` must be float32 or float64, but it is bfloat16"):
         Precision(decay="bfloat16")
+
+
+def test_refuses_an_accumulation_below_float32_and_a_rounding_that_is_no_bool():
+    with pytest.raises(
+        ValueError, match="`accumulation` must be float32 or float64, but it is bfloat16: a sum of many gradients"
+    ):
+        Precision(accumulation=jnp.bfloat16)
+    with pytest.raises(ValueError, match="`strict_hf_rounding` must be True or False, but it is 'yes'"):
+        Precision(strict_hf_rounding="yes")

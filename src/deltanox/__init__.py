@@ -4,6 +4,7 @@ models.
 - `deltanox.ops`: pure functions of arrays, any leading batch axes.
 - `deltanox.nn`: Equinox layers, unbatched under `jax.vmap`.
 - `deltanox.models`: the hybrid block, the language model, Qwen3.5 and Qwen3-Next.
+- `deltanox.remat`: what the backward pass finds saved, by names.
 - `deltanox.generate`: prefill, decode, sampling.
 - `deltanox.interop`: Hugging Face checkpoints in and out (`import deltanox.interop`; not loaded with the rest).
 - `deltanox.train`: the training loop of the command line (`import deltanox.train`; it is not loaded with the rest).
@@ -12,7 +13,7 @@ Shapes are written in every signature and checked by nobody unless you ask: `jax
 "beartype.beartype")` before the import.
 """
 
-from . import generate as generate, models as models, nn as nn, ops as ops
+from . import generate as generate, models as models, nn as nn, ops as ops, remat as remat
 from .models import (
     QWEN3_5_SIZES as QWEN3_5_SIZES,
     QWEN3_NEXT_80B_A3B as QWEN3_NEXT_80B_A3B,

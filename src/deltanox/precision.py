@@ -30,24 +30,40 @@ class Precision:
     - `parameter`: dtype in which weights are stored and updated by the optimiser.
     - `compute`: dtype of weights and activations in the forward and backward pass. Norms, softmax, rotary tables,
       gates and the recurrence are float32 inside whatever it is.
+    - `accumulation`: dtype in which the gradients of a step's batches are summed (`train.accumulation`): float32 or
+      float64. Matrix products sum in float32 whatever it is.
     - `state`: dtype in which the recurrence keeps its states, float32 by default: over 2,048 tokens a bfloat16 state
       drifts by 1e-2, a float32 one by 3e-7.
-    - `decay`: dtype of the arrays that layers list in `keep_float32`: float32 or float64.
+    - `decay`: dtype of the arrays that layers list in `keep_float32`, and of the delta rule's gates: float32 or
+      float64.
+    - `strict_hf_rounding`: whether layers round where Hugging Face's models do in bfloat16 (see `GatedDeltaNet`).
 
-    Each is given as a string ("bfloat16", "float16", "float32", "float64") or a dtype, and kept as a numpy dtype, so
-    that two records of the same dtypes are equal and hash equally.
+    Each dtype is given as a string ("bfloat16", "float16", "float32", "float64") or a dtype, and kept as a numpy
+    dtype, so that two records of the same dtypes are equal and hash equally.
 
-    **Raises**: `ValueError` for anything that is not one of these dtypes, and for a `decay` below float32.
+    **Raises**: `ValueError` for anything that is not one of these dtypes, and for a `decay` or an `accumulation` below
+    float32.
     """
 
     parameter: Any = "float32"
     compute: Any = "float32"
+    accumulation: Any = "float32"
     state: Any = "float32"
     decay: Any = "float32"
+    strict_hf_rounding: Any = False
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _dtype(field.name, getattr(self, field.name)))
+        for name in ("parameter", "compute", "accumulation", "state", "decay"):
+            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
+        if not isinstance(self.strict_hf_rounding, bool):
+            raise ValueError(
+                f"Precision: `strict_hf_rounding` must be True or False, but it is {self.strict_hf_rounding!r}"
+            )
+        if self.accumulation.itemsize < 4:
+            raise ValueError(
+                f"Precision: `accumulation` must be float32 or float64, but it is {self.accumulation.name}: a sum of "
+                "many gradients loses the small ones in 16 bits, so leave it at float32"
+            )
         if self.decay.itemsize < 4:
             raise ValueError(
                 f"Precision: `decay` must be float32 or float64, but it is {self.decay.name}: the decay rates of a "

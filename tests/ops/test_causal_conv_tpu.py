@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from deltanox.ops import causal_conv1d
 from deltanox.ops.causal_conv import tpu, tpu_backward, tpu_forward
-from deltanox.ops.causal_conv.tpu_common import Tiles, plain_trips
+from deltanox.ops.causal_conv.tpu_common import Tiles
 from helpers import rel
 
 VALUE = {"float32": 1e-6, "bfloat16": 5e-3}
@@ -24,7 +24,7 @@ VALUE = {"float32": 1e-6, "bfloat16": 5e-3}
 def small_tiles(monkeypatch):
     """128 × 128 a step, so that short rows have several tiles and blocks."""
     for module in (tpu_forward, tpu_backward):
-        monkeypatch.setattr(module, "TILES", Tiles(128, 128))
+        monkeypatch.setattr(module, "TILES", Tiles(128, 128, 64))
 
 
 def draw(getkey, B, T, C, W, dtype="float32"):
@@ -116,7 +116,7 @@ def test_bfloat16(getkey, small_tiles, T, W, packing):
 
 
 def test_tiles_of_the_size_that_is_used(getkey):
-    """A tile of 1,024 tokens whose trips are plain or not, and a tail; T = 1000 is in `test_all`."""
+    """A tile of 1,024 tokens, and a tail; T = 1000 is in `test_all`."""
     T = 1030
     ids = np.where(np.arange(T)[None] < 700, 0, 1).astype(np.int32)
     compare(draw(getkey, 1, T, 128, 4), segment_ids=ids, mask=np.arange(T)[None] >= 256)
@@ -194,13 +194,14 @@ def test_vmap_is_folded_into_the_batch(getkey, small_tiles, weights):
     assert set(re.findall(r"grid=\((\d+, \d+, \d+)\)", text)) == {"1, 6, 2"}
 
 
-def test_memory_errors_of_kernels(getkey, monkeypatch, small_tiles):
+@pytest.mark.parametrize("T, C", [(161, 256), (256, 128)])
+def test_memory_errors_of_kernels(getkey, monkeypatch, small_tiles, T, C):
     """The interpreter that keeps the memory spaces apart, with NaN where nothing was written, finds no race and no read
-    of such memory."""
+    of such memory: with a tail, and where the gradient is written over the cotangent."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    arrays = draw(getkey, 2, 161, 256, 4)
-    ids, mask = packed(2, 161), masked(3, 161)[1:]
+    arrays = draw(getkey, 2, T, C, 4)
+    ids, mask = packed(2, T), masked(3, T)[1:]
     want = run(arrays, "pallas", segment_ids=ids, mask=mask)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     for name in ("conv_forward", "conv_backward"):
@@ -284,15 +285,6 @@ def test_bits_of_taps():
     assert tpu.tap_bits(None, None, None, 3) is None
 
 
-def test_plain_trips():
-    """A trip looks at its bits where one is missing in it or, for the backward pass, right after it."""
-    bits, tiles = jnp.full((1, 1, 600), 7, jnp.int32), Tiles(512, 128)
-    assert tiles.trip == 256 and plain_trips(bits, tiles, 3, 2).tolist() == [1, 1, 1, 1]
-    assert plain_trips(bits.at[0, 0, 257].set(3), tiles, 3, 0).tolist() == [1, 0, 1, 1]
-    assert plain_trips(bits.at[0, 0, 257].set(3), tiles, 3, 2).tolist() == [0, 0, 1, 1]
-    assert plain_trips(bits.at[0, 0, 258].set(3), tiles, 3, 2).tolist() == [1, 0, 1, 1]
-
-
 COMPILE = """
 import os
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
@@ -307,7 +299,7 @@ def both(x, weight, bias, state, ids, mask, dy):
     def op(x, weight, bias, state):
         return causal_conv1d(x, weight, bias, initial_state=state, segment_ids=ids, mask=mask, activation="silu")[0]
     y, pull = jax.vjp(op, x, weight, bias, state)
-    return y, pull(dy)
+    return y, pull(2 * dy)
 
 for topology in sys.argv[1].split(","):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -337,10 +329,11 @@ def compiled_for(topologies: str, cases: str) -> list[list[str]]:
 
 
 def check_compiled(rows):
-    """Both kernels are there, and nothing as large as x is made beside arguments and results."""
+    """Both kernels are there, and nothing as large as x is made beside arguments and results: the cotangent, which is
+    computed, lies where the gradient of x comes to lie. With a state before masked tokens XLA keeps both."""
     for topology, dtype, packing, calls, temporary in rows:
         assert int(calls) == 2, (topology, dtype, packing)
-        assert float(temporary) < 0.1, (topology, dtype, packing)
+        assert float(temporary) < (1.1 if packing == "True" else 0.1), (topology, dtype, packing)
 
 
 def test_compiles_for_a_tpu():

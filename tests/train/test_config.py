@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deltanox import remat
 from deltanox.train import config_from_dict, config_to_dict, read_config
 from deltanox.train._config import differences
 from tiny_model import TinyConfig
@@ -69,9 +70,28 @@ def test_through_json_and_back(path):
     assert config_from_dict(table, model_type=TinyConfig) == config
 
 
+def test_the_table_remat_is_a_policy(path):
+    assert read_config(path, model_type=TinyConfig).remat is None
+    config = read_config(path, ["remat.policy=kernels", "remat.mlp=offload"], model_type=TinyConfig)
+    assert config.remat == remat.policy("kernels", mlp="offload")
+    table = json.loads(json.dumps(config_to_dict(config)))
+    assert table["remat"] == {"policy": "kernels", "mlp": "offload"}
+    assert config_from_dict(table, model_type=TinyConfig) == config
+    assert config_from_dict(table | {"remat": {}}, model_type=TinyConfig).remat == remat.nothing
+    assert differences(config_to_dict(read_config(path, model_type=TinyConfig)), table) == [
+        "remat.mlp was 'missing' and is 'offload'",
+        "remat.policy was 'missing' and is 'kernels'",
+    ]
+
+
 @pytest.mark.parametrize(
     "override, sentence",
     [
+        ("remat.gdm=device", r"remat: there is no residual and no group `gdm`; did you mean `gdn`\?"),
+        ("remat.gdn=host", "remat: `gdn` must be 'remat' .*, but it is 'host'"),
+        ("remat.gdn=[1]", r"remat: `gdn` must be 'remat' .*, but it is \[1\]"),
+        ("remat.policy=kernel", "remat: the ready policies are 'nothing', .*, but it is 'kernel'"),
+        ("remat=kernels", r"`remat` is a section, write it as \[remat\]"),
         ("model.widht=4", r"no `model.widht`; did you mean `width`\?"),
         ("trian.steps=4", r"no `trian`; did you mean `train`\?"),
         ("train.learning_rate=1", r"no `train.learning_rate`; did you mean `optimiser.learning_rate`\?"),

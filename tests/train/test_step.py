@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from deltanox import remat
 from deltanox.models import Qwen3_5Config, qwen3_5
 from deltanox.precision import Precision
 from deltanox.train import (
@@ -50,6 +51,14 @@ def test_loss_of_packed_rows_is_that_of_the_documents(tied, getkey):
     assert rel(sums.nats, sum(s.nats for s in singles)) < 1e-6
     dirty = batch._replace(labels=jnp.where(batch.mask, batch.labels, 7))
     assert loss(model, dirty).nats == sums.nats
+
+
+def test_a_policy_that_the_model_does_not_take_is_refused(getkey):
+    model = TinyModel(TinyConfig(), key=getkey())
+    with pytest.raises(
+        ValueError, match=r"remat: `TinyModel.hidden` takes no argument `remat`.*leave out the section \[remat\]"
+    ):
+        next_token_loss(model, batch_of([9, 5, 9], 30, 1), remat=remat.nothing)
 
 
 def alone(batch):
@@ -255,3 +264,31 @@ def test_balance_loss_is_weighted_and_averaged(getkey):
         # Each part has three rows: the sum over rows is three times the square.
         assert rel(metrics.balance, 3 * jnp.square(model.mix.bias).sum()) < 1e-5
     assert rel(gradients[0.5] - gradients[0.0], 0.5 * 3 * 2 * model.mix.bias) < 1e-4
+
+
+def test_gradients_of_several_batches_are_summed_in_the_accumulation_dtype(getkey):
+    """Parameters in bfloat16: the optimiser sees the float32 sum, rounded once."""
+    precision = Precision(parameter="bfloat16")
+    model = precision.cast_parameters(TinyModel(TinyConfig(), key=getkey()))
+    one = batch_of([9, 5, 9], 30, 1)
+    parts = 40
+    batch = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (parts, *x.shape)), one)
+    seen = []
+
+    def update(gradients, state, parameters=None):
+        seen.append(gradients)
+        return jax.tree.map(jnp.zeros_like, gradients), state
+
+    optimiser = optax.GradientTransformation(lambda parameters: (), update)
+    state, static, _ = init_state(model, lambda parameters: optimiser, key=getkey())
+    make_step(static, optimiser, lambda step: 1e-3, precision)(state, batch)
+
+    @eqx.filter_grad
+    def gradient(parameters):
+        sums = next_token_loss(precision.cast_compute(eqx.combine(parameters, static)), one)
+        return sums.nats / (parts * sums.tokens.astype(jnp.float32))
+
+    want = jax.tree.map(lambda g: (parts * g.astype(jnp.float32)).astype(g.dtype), gradient(state.parameters))
+    for got, true in zip(jax.tree.leaves(seen[0]), jax.tree.leaves(want), strict=True):
+        assert got.dtype == jnp.bfloat16
+        assert rel(got.astype(jnp.float32), true.astype(jnp.float32)) < 2e-3

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..nn import KVCache, RMSNorm
+from ..remat import named_input
 
 
 class HybridBlock(eqx.Module):
@@ -108,6 +109,7 @@ class HybridPeriod(eqx.Module):
         """As a block, with `kwargs` for each; the routers' sums are added up."""
         states, sums = [], None
         for i, block in enumerate(self.blocks):
+            x = named_input(x) if i else x  # the first block's is the stack's
             x, new, stats = block(x, None if state is None else state.blocks[i], **kwargs)
             states.append(new)
             sums = stats if sums is None else sums if stats is None else jax.tree.map(lambda a, b: a + b, sums, stats)

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
@@ -67,7 +68,7 @@ class HybridLM(eqx.Module):
         - `eps`: of the final norm.
         - `tied_head`: use the embedding as head.
         - `make_mtp`: the head for one token further from a key; None for none.
-        - `remat`: recompute each period in the backward pass (see `Stack`).
+        - `remat`: what the backward pass finds saved of each period, unless a call says otherwise (see `Stack`).
         - `unroll`: periods that one turn of the loop over the depth runs (see `Stack`).
         - `dtype`: of embedding, norm and head; `make_period` chooses its own.
         - `key`: for N(0, 0.02) embedding and head, and for the periods.
@@ -117,6 +118,7 @@ class HybridLM(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+        remat: bool | Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T D"], HybridState, PyTree | None]:
         """All of the model but the head, for losses that never hold all logits at once.
 
@@ -142,17 +144,20 @@ class HybridLM(eqx.Module):
             f"but it is {describe(positions)}",
         )
         x = self.embed(tokens, mask)
-        x, new_state, stats = self.layers(x, state, segment_ids=segment_ids, mask=mask, positions=positions)
+        x, new_state, stats = self.layers(
+            x, state, remat=remat, segment_ids=segment_ids, mask=mask, positions=positions
+        )
         return self.norm(x), new_state, stats
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B N"]:
         """hidden headᵀ, products in hidden's dtype, summed and returned in float32 (float64 for float64)."""
-        return jax.lax.dot_general(
+        logits = jax.lax.dot_general(
             hidden,
             self.head_weight.astype(hidden.dtype),
             (((hidden.ndim - 1,), (1,)), ((), ())),
             preferred_element_type=accumulator(hidden.dtype),
         )
+        return checkpoint_name(logits, "logits")
 
     def __call__(
         self,
@@ -162,6 +167,7 @@ class HybridLM(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+        remat: bool | Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T N"], HybridState]:
         """Logits for the token after each token.
 
@@ -175,12 +181,16 @@ class HybridLM(eqx.Module):
         - `mask`: False at padding, left, right or between. Logits at padding are finite and mean nothing.
         - `positions`: rotary positions, [T] or [3 T]; by default real tokens are counted from the segment's beginning
           on.
+        - `remat`: what the backward pass finds saved of each period, a policy of `deltanox.remat`, True (nothing) or
+          False (all that it needs); None is what the model was built with.
 
         **Returns:** `(logits, state)`: float32 logits, and the state after the last real token.
 
-        **Raises:** `ValueError` for shapes and dtypes that don't fit.
+        **Raises:** `ValueError` for shapes and dtypes that don't fit, and for a policy that the layers cannot follow.
         """
-        hidden, state, _ = self.hidden(tokens, state, segment_ids=segment_ids, mask=mask, positions=positions)
+        hidden, state, _ = self.hidden(
+            tokens, state, segment_ids=segment_ids, mask=mask, positions=positions, remat=remat
+        )
         return self.logits(hidden), state
 
     def mtp_logits(

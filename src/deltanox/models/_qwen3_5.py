@@ -176,6 +176,8 @@ def qwen3_5(
     remat: bool | Callable[..., Any] = False,
     unroll: int = 1,
     state_dtype: DTypeLike = jnp.float32,
+    decay_dtype: DTypeLike = jnp.float32,
+    strict_hf_rounding: bool = False,
     dtype: DTypeLike = jnp.float32,
     key: PRNGKeyArray,
 ) -> HybridLM:
@@ -185,9 +187,11 @@ def qwen3_5(
 
     - `config`: the sizes.
     - `implementation`: engine of the delta rule and the convolution (see `deltanox.ops.gated_delta_rule`).
-    - `remat`: recompute each period in the backward pass: False, True, or a policy of `jax.checkpoint_policies`.
+    - `remat`: what the backward pass finds saved of each period, unless a call says otherwise: False (all that it
+      needs), True (nothing), or a policy of `deltanox.remat` or `jax.checkpoint_policies`.
     - `unroll`: periods that one turn of the loop over the depth runs: more copy less and compile longer.
     - `state_dtype`: of the recurrence's states between its chunks, for the backward pass (`Precision.state`).
+    - `decay_dtype`, `strict_hf_rounding`: see `GatedDeltaNet` (`Precision.decay`, `Precision.strict_hf_rounding`).
     - `dtype`: of the weights; decay rates and gated norms are float32 whatever it is.
     - `key`: for the weights: N(0, 0.02), decay rates from U(0.01, 16), norms neutral.
 
@@ -228,7 +232,7 @@ def qwen3_5(
                     key_head_size=config.key_head_size, value_head_size=config.value_head_size,
                     conv_size=config.conv_size,
                     gate=config.output_gate, eps=config.eps, implementation=implementation, state_dtype=state_dtype,
-                    dtype=dtype,
+                    decay_dtype=decay_dtype, strict_hf_rounding=strict_hf_rounding, dtype=dtype,
                     key=mixer_key,
                 )  # fmt: skip
             else:

@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -172,10 +173,12 @@ class GatedAttention(eqx.Module):
             x = jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
         where = _Places.of(T, state, positions, segment_ids, mask)
 
-        query_gate = apply_linear(self.q_proj, x).reshape(T, self.num_heads, 2 * self.head_size)
+        query_gate = checkpoint_name(apply_linear(self.q_proj, x), "attention_query")
+        query_gate = query_gate.reshape(T, self.num_heads, 2 * self.head_size)
         q, gate = query_gate[..., : self.head_size], query_gate[..., self.head_size :]
-        k = apply_linear(self.k_proj, x).reshape(T, self.num_kv_heads, self.head_size)
-        v = apply_linear(self.v_proj, x).reshape(T, self.num_kv_heads, self.head_size)
+        k = checkpoint_name(apply_linear(self.k_proj, x), "attention_key")
+        v = checkpoint_name(apply_linear(self.v_proj, x), "attention_value")
+        k, v = (y.reshape(T, self.num_kv_heads, self.head_size) for y in (k, v))
         cos, sin = self.rotary(where.positions)
         q, k = apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin)
 

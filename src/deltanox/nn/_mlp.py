@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -43,5 +44,6 @@ class SwiGLU(eqx.Module):
         )
         # the backward pass keeps both projections and their product, not what is between
         gated = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
-        hidden = gated(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x))
-        return apply_linear(self.down_proj, hidden)
+        gate = checkpoint_name(apply_linear(self.gate_proj, x), "mlp_gate")
+        up = checkpoint_name(apply_linear(self.up_proj, x), "mlp_up")
+        return apply_linear(self.down_proj, gated(gate, up))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
@@ -110,7 +111,8 @@ class SparseMoE(eqx.Module):
         )
         if mask is not None:
             x = jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
-        routing = route(apply_linear(self.gate, x), top_k=self.top_k, norm_topk_prob=self.norm_topk_prob)
+        logits = checkpoint_name(apply_linear(self.gate, x), "moe_logits")
+        routing = route(logits, top_k=self.top_k, norm_topk_prob=self.norm_topk_prob)
         y = expert_mlp(x, routing.experts, routing.weights, self.experts_gate_up, self.experts_down, mask=mask)
         y = y + jax.nn.sigmoid(apply_linear(self.shared_expert_gate, x)) * self.shared_expert(x)
 

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .. import remat as _remat
 from ..ops._validate import require
+from ..remat import named_input
 
 
 class Stack(eqx.Module):
@@ -28,9 +30,9 @@ class Stack(eqx.Module):
 
     - `layers`: the stacked layer; `stack[i]` is a layer by itself.
     - `depth`: how many.
-    - `remat`: what the backward pass finds saved. False: everything that it needs; True: only what goes from layer to
-      layer (the rest is computed again, about a third more time); a policy of `jax.checkpoint_policies`: what it
-      allows.
+    - `remat`: what the backward pass finds saved, unless a call says otherwise. False: everything that it needs; True:
+      only what goes from layer to layer (the rest is computed again, about a third more time); a policy of
+      `deltanox.remat` or of `jax.checkpoint_policies`: what it says, layer by layer.
     - `unroll`: layers that one turn of the loop runs. More than one copy less and compile longer; beside `remat` leave
       it at 1 on a CPU, where XLA merges what an unrolled loop computes again with the first time.
     """
@@ -78,7 +80,12 @@ class Stack(eqx.Module):
         return eqx.filter_vmap(lambda layer: layer.init_state(*args, **kwargs), axis_size=self.depth)(self.layers)
 
     def __call__(
-        self, x: Float[Array, "T D"], states: PyTree | None = None, **kwargs: Any
+        self,
+        x: Float[Array, "T D"],
+        states: PyTree | None = None,
+        *,
+        remat: bool | Callable[..., Any] | None = None,
+        **kwargs: Any,
     ) -> tuple[Float[Array, "T D"], PyTree, PyTree]:
         """Run all layers.
 
@@ -86,12 +93,14 @@ class Stack(eqx.Module):
 
         - `x`: input of the first layer.
         - `states`: stacked states, of `init_state` or of an earlier call; None hands None to every layer.
+        - `remat`: what the backward pass finds saved; None is the stack's own.
         - `kwargs`: handed to every layer as they are (segment ids, masks, positions).
 
         **Returns:** `(y, states, stats)`: the last layer's output, the new states stacked, and the statistics summed
         over the layers.
 
-        **Raises:** `ValueError` if the states' leading axes aren't `depth`.
+        **Raises:** `ValueError` if the states' leading axes aren't `depth`, and for a policy of `deltanox.remat` that
+        the layers cannot follow (`deltanox.remat.check`).
         """
         for leaf in jax.tree.leaves(states):
             if not (hasattr(leaf, "shape") and leaf.shape[:1] == (self.depth,)):
@@ -103,14 +112,22 @@ class Stack(eqx.Module):
                 )
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
-        def body(x, layer_and_state):
+        def layer(x, layer_and_state, kwargs):
             layer, state = layer_and_state
-            y, state, stats = eqx.combine(layer, static)(x, state, **kwargs)
+            y, state, stats = eqx.combine(layer, static)(named_input(x), state, **kwargs)
             return y, (state, stats)
 
-        if self.remat:
+        remat = self.remat if remat is None else remat
+        if isinstance(remat, _remat.Policy):
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (arrays, states))
+            _remat.check(remat, layer, x, one, kwargs, scope="layer")
+
+        def body(x, layer_and_state):
+            return layer(x, layer_and_state, kwargs)
+
+        if remat:
             # Inside a loop nothing can be merged across the recomputation, so the barriers against that are left out
-            policy = None if self.remat is True else self.remat
+            policy = None if remat is True else remat
             body = eqx.filter_checkpoint(body, prevent_cse=self.unroll > 1, policy=policy)
         y, (states, stats) = jax.lax.scan(body, x, (arrays, states), unroll=self.unroll)
         return y, states, jax.tree.map(lambda s: jnp.sum(s, axis=0, dtype=s.dtype), stats)

@@ -19,6 +19,7 @@ def once_differentiable(implementation: str, remedy: str) -> Callable:
                 f"own: for a second derivative, {remedy}"
             )
 
-        return guarded
+        # traced once: with jax_remat3 a forward pass is looked at twice, which JAX's custom_jvp alone doesn't stand
+        return jax.jit(guarded, inline=True)
 
     return decorate

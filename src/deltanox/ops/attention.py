@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ._derivatives import once_differentiable
@@ -94,7 +95,7 @@ def causal_attention(
     q = jnp.moveaxis(q.reshape(*batch, T, m, n // m, hd), -4, -2)
     k, v = jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
     if block_size == 0:
-        out = _dense(q, k, v, offset, query_segments, key_segments, scale)
+        out = checkpoint_name(_dense(q, k, v, offset, query_segments, key_segments, scale), "attention_out")
     else:
         arrays = alike((q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments))
         out = _flash((scale, block_size), *arrays)
@@ -212,6 +213,7 @@ def _flash(static, q, k, v, offset, query_segments, key_segments):
 
 def _flash_forward(static, *args):
     out, log_total = _on_platform(_forward_blocks, static, *args)
+    out, log_total = checkpoint_name(out, "attention_out"), checkpoint_name(log_total, "attention_lse")
     return out, (*args, out, log_total)
 
 

@@ -9,12 +9,16 @@ block of the vocabulary at a time, forward and backward: the forward pass keeps 
 exponentials of every row, the backward pass makes the block's logits again and from them the softmax.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from ..remat import Policy
 from ._manual import alike, constants
 
 
@@ -25,6 +29,7 @@ def cross_entropy(
     *,
     mask: Bool[Array, "*B T"] | None = None,
     block_size: int = 8192,
+    remat: Callable[..., Any] | None = None,
 ) -> Float[Array, "*B T"]:
     """Negative log-likelihood of `labels`, in nats, without the logits of the whole vocabulary in memory.
 
@@ -38,12 +43,15 @@ def cross_entropy(
     - `block_size`: entries of the vocabulary whose logits are in memory together. A vocabulary that is not larger is
       one block, differentiated by JAX any number of times and in forward mode; a larger one has a custom VJP: one
       reverse-mode derivative.
+    - `remat`: a policy of `deltanox.remat` (or for `jax.checkpoint`) that says whether the backward pass finds the
+      `logits` of a single block saved; None saves them. Those of several blocks are always computed again.
 
     **Returns**: the losses [*B T] in float32 (float64 for float64 inputs). Products are accumulated, and the
     logarithm of the sum of exponentials is taken, in that dtype. A label outside [0, N) in an unmasked place gives
     NaN.
 
-    **Raises**: `ValueError` for shapes or dtypes that do not fit together.
+    **Raises**: `ValueError` for shapes or dtypes that do not fit together, and for a policy that would save the logits
+    of several blocks.
     """
     if head.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != head.shape[-1]:
         raise ValueError(
@@ -70,7 +78,18 @@ def cross_entropy(
         y = jnp.where(real, y, jnp.zeros((), y.dtype))
     size = head.shape[0]
     x, head, y = alike((x, head, y))
-    losses: Array = _one_block(x, head, y) if size <= block_size else _blocks(x, head, y, block_size)  # type: ignore
+    if size <= block_size:
+        one_block = _one_block if remat is None else jax.checkpoint(_one_block, policy=remat)
+        losses: Array = one_block(x, head, y)
+    else:
+        place = dict(remat.given).get("logits", "remat") if isinstance(remat, Policy) else "remat"
+        if place != "remat":
+            raise ValueError(
+                f"remat: logits = '{place}' would save nothing: the vocabulary of {size} entries is taken in blocks of "
+                f"{block_size}, whose logits are never in memory together; set logits='remat', or "
+                f"block_size={size} for cross_entropy"
+            )
+        losses = _blocks(x, head, y, block_size)  # type: ignore
     # A gather would wrap or clip such a label; a sum over blocks would leave it out. Neither may pass for a loss.
     losses = jnp.where((y >= 0) & (y < size), losses, jnp.full((), jnp.nan, losses.dtype))
     if mask is not None:
@@ -87,7 +106,7 @@ def _logits(x: Float[Array, "R D"], head: Float[Array, "n D"]) -> Float[Array, "
 
 
 def _one_block(x: Float[Array, "R D"], head: Float[Array, "N D"], y: Int[Array, " R"]) -> Float[Array, " R"]:
-    logits = _logits(x, head)
+    logits = checkpoint_name(_logits(x, head), "logits")
     label = jnp.take_along_axis(logits, y[:, None], axis=1, mode="clip")[:, 0]
     return jax.nn.logsumexp(logits, axis=1) - label
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ._dtypes import accumulator
@@ -94,9 +95,9 @@ def expert_mlp(
     blocks, rows = layout.source.shape
     # an index past the end reads zeros
     laid = tokens.at[layout.source // k].get(mode="fill", fill_value=0)
-    hidden = block_dot(laid, gate_up.astype(x.dtype), layout.group)
+    hidden = checkpoint_name(block_dot(laid, gate_up.astype(x.dtype), layout.group), "moe_hidden")
     hidden = jax.nn.silu(hidden[..., :inner]) * hidden[..., inner:]
-    out = block_dot(hidden, down.astype(x.dtype), layout.group).reshape(blocks * rows, D)
+    out = checkpoint_name(block_dot(hidden, down.astype(x.dtype), layout.group), "moe_out").reshape(blocks * rows, D)
     wide = accumulator(x.dtype)
     out = out.at[layout.slot.reshape(-1, k)].get(mode="fill", fill_value=0).astype(wide)
     y = jnp.sum(out * weights.reshape(-1, k)[..., None].astype(wide), axis=1)

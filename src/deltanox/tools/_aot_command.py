@@ -70,6 +70,7 @@ def compile_config(config: Config, *, topology: str = "tpu7x", what: str = "step
             config.precision,
             balance_weight=config.train.balance_weight,
             balance_loss=load_balance_loss,
+            remat=config.remat,
         )
         return update(state, batch)
 

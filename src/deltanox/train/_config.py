@@ -3,10 +3,12 @@
     family = "qwen3_5"            # or "qwen3_next"
     implementation = "auto"       # engine of the delta rule and the convolution
     [model]                       # the fields of the model's own config
-    [precision]                   # Precision: parameter, compute, state, decay
+    [precision]                   # Precision: dtypes by what they are for
     [data]                        # DataConfig
     [optimiser]                   # OptimiserConfig
     [train]                       # TrainConfig
+    [remat]                       # places of groups and names of `deltanox.remat`, mlp = "offload", on top of a ready
+                                  # policy = "kernels"; without the table the backward pass finds all it needs saved
 
 What is left out has its default. What is unknown is an error that names the nearest known key.
 """
@@ -23,6 +25,7 @@ from typing import Any
 
 from deltanox._types import Implementation
 from deltanox.precision import Precision
+from deltanox.remat import Policy, policy
 from deltanox.train._data import VOCABULARY_SIZE
 
 Family = typing.Literal["qwen3_5", "qwen3_next"]
@@ -173,6 +176,7 @@ class Config:
     data: DataConfig = DataConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
     train: TrainConfig = TrainConfig()
+    remat: Policy | None = None
 
     def __post_init__(self):
         if self.model.vocab_size < VOCABULARY_SIZE:
@@ -241,8 +245,13 @@ def config_from_dict(table: Mapping[str, Any], *, model_type: type | None = None
             if not isinstance(value, Mapping):
                 raise ValueError(f"config: `{name}` is a section, write it as [{name}], but it is {value!r}")
             values[name] = _record(sections[name], name, value, known)
+        elif name == "remat":
+            if not isinstance(value, Mapping):
+                raise ValueError(f"config: `remat` is a section, write it as [remat], but it is {value!r}")
+            places = dict(value)
+            values[name] = policy(places.pop("policy", "nothing"), **places)
         else:
-            raise ValueError(_unknown(name, name, [*sections, *_CHOICES], known))
+            raise ValueError(_unknown(name, name, [*sections, *_CHOICES, "remat"], known))
     if "model" not in values:
         raise ValueError("config: there is no section [model]; add one with the sizes of the model")
     return Config(**values)
@@ -252,6 +261,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     """Nested tables of plain values, which JSON can hold and `config_from_dict` reads."""
 
     def plain(value: Any) -> Any:
+        if isinstance(value, Policy):
+            return value.table()
         if hasattr(value, "__dataclass_fields__"):
             return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         if isinstance(value, (tuple, list)):
@@ -260,7 +271,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
             return value
         return str(value.name)  # a dtype
 
-    return plain(config)
+    table = plain(config)
+    return table if config.remat is not None else {k: v for k, v in table.items() if k != "remat"}
 
 
 # What may change between a run and its resumption: it has no influence on the parameters.

@@ -59,6 +59,8 @@ def default_model(config: Config, key: jax.Array) -> Any:
         config.model,
         implementation=config.implementation,
         state_dtype=precision.state,
+        decay_dtype=precision.decay,
+        strict_hf_rounding=precision.strict_hf_rounding,
         dtype=precision.parameter,
         unroll=config.train.unroll,
         key=key,
@@ -165,6 +167,7 @@ def train(
         balance_weight=config.train.balance_weight,
         balance_loss=_balance_loss,
         further_weight=config.train.further_weight,
+        remat=config.remat,
     )
     most = config.train.steps_per_call
     step_function = repeat_step(step_function, most)

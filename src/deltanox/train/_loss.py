@@ -1,5 +1,7 @@
 """The loss of a batch of packed rows."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,17 +43,30 @@ def further_labels(
     return ahead(labels), real if mask is None else real & mask & ahead(mask)
 
 
-def next_token_loss(model: Any, batch: Batch, *, further: bool = False, block_size: int = 8192) -> LossSums:
+def next_token_loss(
+    model: Any, batch: Batch, *, further: bool = False, block_size: int = 8192, remat: Callable[..., Any] | None = None
+) -> LossSums:
     """Negative log-likelihood of the labels of `batch`, each row a call of the unbatched `model.hidden`.
 
     **Arguments**: `model`, with `hidden(tokens, state, *, segment_ids, mask, positions) -> (hidden, state, stats)` and
     `head_weight` [N D]; `batch`; `further`, whether the loss of the model's head for one token further (`model.mtp`,
-    called with the labels as next tokens) is summed too; `block_size`, entries of the vocabulary whose logits are in
-    memory together.
+    called with the labels as next tokens) is summed too; `block_size`, entries of the vocabulary whose
+    logits are in memory together; `remat`,
+    a policy of `deltanox.remat` for the model's layers (`hidden` takes it by that name) and for the logits.
+
+    **Raises**: `ValueError` for a policy that the model doesn't take or cannot follow.
     """
+    extra = {}
+    if remat is not None:
+        if "remat" not in inspect.signature(model.hidden).parameters:
+            raise ValueError(
+                f"remat: `{type(model).__name__}.hidden` takes no argument `remat`, so that a policy would be ignored: "
+                "leave out the section [remat], or give the method one"
+            )
+        extra["remat"] = remat
 
     def row(tokens, segment_ids, mask):
-        hidden, _, stats = model.hidden(tokens, None, segment_ids=segment_ids, mask=mask, positions=None)
+        hidden, _, stats = model.hidden(tokens, None, segment_ids=segment_ids, mask=mask, positions=None, **extra)
         return hidden, stats
 
     def row_further(hidden, labels, segment_ids, mask):
@@ -62,12 +77,14 @@ def next_token_loss(model: Any, batch: Batch, *, further: bool = False, block_si
     labels = jnp.asarray(batch.labels)
     mask = None if batch.mask is None else jnp.asarray(batch.mask)
     matrix = model.head_weight.astype(hidden.dtype)
-    nats = cross_entropy(hidden, matrix, labels, mask=mask, block_size=block_size).sum()
+    nats = cross_entropy(hidden, matrix, labels, mask=mask, block_size=block_size, remat=remat).sum()
     sums = None
     if further:
         y = jax.vmap(row_further)(hidden, labels, jnp.asarray(batch.segment_ids), mask)
         targets, there = further_labels(labels, jnp.asarray(batch.segment_ids), mask)
-        sums = cross_entropy(y, matrix, targets, mask=there, block_size=block_size).sum().astype(jnp.float32)
+        sums = (
+            cross_entropy(y, matrix, targets, mask=there, block_size=block_size, remat=remat).sum().astype(jnp.float32)
+        )
     real = jnp.ones(labels.shape, bool) if mask is None else mask
     return LossSums(
         nats=nats.astype(jnp.float32),

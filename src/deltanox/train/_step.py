@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from deltanox.precision import Precision
+from deltanox.remat import Policy
 from deltanox.train._data import BOUNDARY, Batch
 from deltanox.train._loss import LossSums, further_labels, next_token_loss
 
@@ -66,20 +67,23 @@ def make_step(
     balance_weight: float = 0.0,
     balance_loss: Callable[[Any], Float[Array, ""]] | None = None,
     further_weight: float = 0.0,
+    remat: Policy | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
 
     The arrays of `batch` are [A B T]: the gradients of A batches of B rows are summed, and the update is that of one
-    batch of A · B rows, in the memory of B. Master parameters are cast to the compute dtype inside the loss.
+    batch of A · B rows, in the memory of B. They are summed in `precision.accumulation`.
+    Master parameters are cast to the compute dtype inside the loss.
 
     **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
     `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them;
-    `further_weight`, of the loss of the head for one token further, which the model must have if it isn't 0.
+    `further_weight`, of the loss of the head for one token further, which the model must have if it isn't 0;
+    `remat`, what the backward pass finds saved (None: all that it needs).
     """
 
     def loss_function(parameters, batch, counts, parts):
         model = precision.cast_compute(eqx.combine(parameters, static))
-        sums = next_token_loss(model, batch, further=further_weight > 0)
+        sums = next_token_loss(model, batch, further=further_weight > 0, remat=remat)
         loss = sums.nats / counts[0]
         further = jnp.zeros((), jnp.float32)
         if sums.further is not None:
@@ -106,12 +110,18 @@ def make_step(
         else:
 
             def accumulate(carry, one):
-                return jax.tree.map(jnp.add, carry, gradient(state.parameters, one, counts, parts)), None
+                new = gradient(state.parameters, one, counts, parts)
+                return jax.tree.map(lambda total, x: total + x.astype(total.dtype), carry, new), None
 
             first = jax.tree.map(lambda x: x[0], batch)
             shapes = jax.eval_shape(lambda p, b: gradient(p, b, counts, parts), state.parameters, first)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            wide = precision.accumulation
+            zeros = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, max(x.dtype, wide, key=lambda dtype: dtype.itemsize)), shapes
+            )
             (gradients, (nats, balance, further)), _ = jax.lax.scan(accumulate, zeros, batch)
+            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, shapes[0])
+            nats, balance, further = (x.astype(jnp.float32) for x in (nats, balance, further))
         # Optax mixes Python floats with integer counts: it needs JAX's usual promotion, whatever the caller has set.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, optimiser_state = optimiser.update(gradients, state.optimiser_state, state.parameters)

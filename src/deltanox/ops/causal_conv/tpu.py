@@ -39,11 +39,11 @@ def first_real(mask: Bool[Array, "B T"]) -> Int[Array, " B"]:
 def tap_bits(boundary, mask, first: Int[Array, " B"] | None, width: int) -> Int[Array, "B 1 T"] | None:
     """For each token, bit k where the input k tokens back is one that its tap reads: in the token's segment, and real
     or (`first` given) the past before the first real token. None where all bits would be set."""
-    if boundary is None and mask is None:
-        return None
-    batch, length = (mask if boundary is None else boundary).shape
     if mask is None:
-        mask = jnp.ones((batch, length), bool)
+        if boundary is None or width == 1:
+            return None
+        mask = jnp.ones(boundary.shape, bool)
+    batch, length = mask.shape
     readable = jnp.concatenate([jnp.ones((batch, width - 1), bool), mask], axis=1)
     if first is not None:
         before = first[:, None] - jnp.arange(1 - width, length, dtype=jnp.int32)[None]
@@ -71,7 +71,7 @@ def prepare(x, weight, bias, past, boundary, mask, activation) -> tuple[Inputs, 
     bits = tap_bits(boundary, mask, first, width)
     if past is not None:
         past = jnp.pad(past.astype(jnp.float32), ((0, 0), (HALO - width + 1, 0), (0, 0)))
-    return Inputs(x, taps, past, bits, first), Options(width, bias is not None, activation)
+    return Inputs(x, taps, past, bits, first), Options(width, bias is not None, activation, mask is not None)
 
 
 def forward(x, weight, bias, past, boundary, mask, activation, by=by_platform):

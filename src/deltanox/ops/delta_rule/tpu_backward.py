@@ -88,10 +88,6 @@ def _kernel(
         gate, keys, pairs = local(i, tri)
         start, written = gate.start.T, (gate.end * gate.rate).T
         keys_t = [split(x.k.T, parts.keys) for x in keys]
-        if inverted:
-            us = [all_u[i, h] for h in of]
-        else:
-            us = inverse([pairs[h] * gate.rate[h : h + 1] * keys[h // ratio].gram for h in of], parts.inverse)
 
         @pl.when(i % every == 0)
         def _():
@@ -101,6 +97,10 @@ def _kernel(
         state = [running[h] for h in of]
         met = [product(keys[h // ratio].keys, split(state[h], parts.state)) for h in of]
         rest = [load(v_ref, i, h, value_size).astype(jnp.float32) - start[:, h : h + 1] * met[h] for h in of]
+        if inverted:
+            us = [all_u[i, h] for h in of]
+        else:
+            us = inverse([pairs[h] * gate.rate[h : h + 1] * keys[h // ratio].gram for h in of], parts.inverse)
         new = [product(split(us[h], parts.inverse), split(rest[h], parts.inverse)) for h in of]
         for h in of:
             all_states[i, h] = state[h]
@@ -131,6 +131,7 @@ def _kernel(
         afters = [split(x, parts.state) for x in after]
         ahead = [product(of_key[h].keys, afters[h]) for h in of]  # K dS'
         new_bar = [product(reads[h], out_bars[h], (0, 0)) + written[:, h : h + 1] * ahead[h] for h in of]
+        with_rate = [pairs[h] * gate.rate[h : h + 1] for h in of]
         rest_bar = [product(split(all_u[i, h], parts.inverse), split(new_bar[h], parts.inverse), (0, 0)) for h in of]
         for h in of:
             v_bar_ref[rows, h * value_size : (h + 1) * value_size] = rest_bar[h].astype(v_bar_ref.dtype)
@@ -139,7 +140,6 @@ def _kernel(
         news = [split(x, parts.new) for x in new]
         xs = [-product(split(rest_bar[h], parts.new), news[h], (1, 1)) for h in of]
         ys = [product(out_bars[h], news[h], (1, 1)) for h in of]
-        with_rate = [pairs[h] * gate.rate[h : h + 1] for h in of]
         z = [pairs[h] * (xs[h] * of_key[h].gram + ys[h] * of_key[h].read) for h in of]
         gram_bar = [jnp.where(tri.strict, x, 0.0) for x in over_heads([a * b for a, b in zip(with_rate, xs)])]
         read_bar = over_heads([a * b for a, b in zip(with_rate, ys)])

@@ -77,14 +77,9 @@ def product(xs: tuple[Array, ...], ys: tuple[Array, ...], dims: tuple[int, int] 
     numbers = (((dims[0],), (dims[1],)), ((), ()))
     if xs[0].dtype == jnp.float32:
         return jax.lax.dot_general(xs[0], ys[0], numbers, precision=jax.lax.Precision.HIGHEST)
-    out = None
-    for i, x in enumerate(xs):
-        for j, y in enumerate(ys):
-            if i + j < max(len(xs), len(ys)):
-                term = jax.lax.dot_general(x, y, numbers, preferred_element_type=jnp.float32)
-                out = term if out is None else out + term
-    assert out is not None
-    return out
+    pairs = [(x, y) for i, x in enumerate(xs) for j, y in enumerate(ys) if i + j < max(len(xs), len(ys))]
+    x, y = (jnp.concatenate(parts, axis=dim) if len(pairs) > 1 else parts[0] for parts, dim in zip(zip(*pairs), dims))
+    return jax.lax.dot_general(x, y, numbers, preferred_element_type=jnp.float32)
 
 
 def iotas(size: int) -> tuple[Array, Array]:
@@ -161,13 +156,14 @@ def key_heads(ks: list[Array], qs: list[Array], tri: Triangles, *, eps, scale: f
     ]
 
 
-def inverse(ms: list[Array], parts: int | None) -> list[Array]:
-    """(I + M)^-1 of strictly lower triangular matrices [C, C], each stage for all of them before the next.
+def inverse(ms: list[Array], parts: int | None, *, blocks: int = 1) -> list[Array]:
+    """(I + M)^-1 of strictly lower triangular matrices [C, C], each stage for all of them before the next. With two
+    `blocks`, the last merge is left out: the inverses of the two blocks on the diagonal, and zeros beside them.
 
     Blocks of 16 rows on the diagonal are inverted by substitution, all of them side by side in the lanes; then pairs of
     blocks are merged, [[T1, 0], [−T2 M21 T1, T2]]. No power of M is formed: those reach 1e17 for repeated keys.
     """
-    size = ms[0].shape[-1]
+    size, half = ms[0].shape[-1], BLOCK // 2
     row, column = iotas(size)
     lane = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, size), 1)
     line = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, size), 0)
@@ -187,15 +183,20 @@ def inverse(ms: list[Array], parts: int | None) -> list[Array]:
         return jnp.concatenate([x[i : i + width] for i in half for x in (even, odd)], axis=0)
 
     compact = [diagonal(m) for m in ms]
-    ts = [jnp.where(lane % BLOCK == line, 1.0, 0.0)] * len(ms)
+    eye = jnp.where(lane % BLOCK == line, 1.0, 0.0)
+    tops, bottoms = [eye[:half]] * len(ms), [eye[half:]] * len(ms)  # the upper rows are done first
     for j in range(BLOCK - 1):
-        index = (lane // BLOCK) * BLOCK + j
-        ts = [t - jnp.take_along_axis(c, index, axis=1) * t[j : j + 1] for t, c in zip(ts, compact)]
+        index = ((lane // BLOCK) * BLOCK + j)[:half]
+        lines = [t[j : j + 1] if j < half else b[j - half : j - half + 1] for t, b in zip(tops, bottoms)]
+        if j < half - 1:
+            tops = [t - jnp.take_along_axis(c[:half], index, axis=1) * x for t, c, x in zip(tops, compact, lines)]
+        bottoms = [b - jnp.take_along_axis(c[half:], index, axis=1) * x for b, c, x in zip(bottoms, compact, lines)]
+    ts = [jnp.concatenate(pair, axis=0) for pair in zip(tops, bottoms)]
     fulls = [
         jnp.where(row // BLOCK == column // BLOCK, jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0) for t in ts
     ]
     width = BLOCK
-    while width < size:
+    while blocks * width < size:
         corner = rows((row // (2 * width) == column // (2 * width)) & (row // width > column // width), 1, width)
         splits = [split(full, parts) for full in fulls]
         lowers = [split(jnp.where(corner, rows(m, 1, width), 0.0), parts) for m in ms]
@@ -206,3 +207,15 @@ def inverse(ms: list[Array], parts: int | None) -> list[Array]:
         fulls = [weave(rows(f, 0, width), rows(f, 1, width) - c, width) for f, c in zip(fulls, corners)]
         width *= 2
     return fulls
+
+
+def solve(ms: list[Array], rights: list[Array], parts: int | None) -> list[Array]:
+    """(I + M)^-1 R from the inverses of two blocks, N1 = U1 R1 and N2 = U2 (R2 − M21 N1): less work than the last merge
+    where R is the only right-hand side."""
+    half = ms[0].shape[0] // 2
+    us = [split(x, parts) for x in inverse(ms, parts, blocks=2)]
+    firsts = [product(tuple(x[:half, :half] for x in u), split(r[:half], parts)) for u, r in zip(us, rights)]
+    crosses = [product(split(m[half:, :half], parts), split(x, parts)) for m, x in zip(ms, firsts)]
+    rests = [split(jnp.concatenate([x, r[half:] - c], axis=0), parts) for x, r, c in zip(firsts, rights, crosses)]
+    seconds = [product(tuple(x[half:] for x in u), r) for u, r in zip(us, rests)]
+    return [jnp.concatenate(pair, axis=0) for pair in zip(firsts, seconds)]

@@ -28,6 +28,7 @@ from .tpu_common import (
     key_heads,
     pair_decays,
     product,
+    solve,
     split,
     triangles,
 )
@@ -66,23 +67,20 @@ def _kernel(
         # once a key head
         ks, qs = ([load(ref, j, key_size) for j in range(key_count)] for ref in (k_ref, q_ref))
         keys = key_heads(ks, qs, tri, eps=eps, scale=scale, parts=parts.keys)
-        keys_t = [split(x.k.T, parts.keys) for x in keys]
 
         # once a value head
         of = range(heads)
         pairs = [pair_decays(gate, h, tri, parts.gates or 3) * gate.rate[h : h + 1] for h in of]
         m = [pairs[h] * keys[h // ratio].gram for h in of]
         a = [split(pairs[h] * keys[h // ratio].read, parts.new) for h in of]
-        inverses = inverse(m, parts.inverse)
-        u = [split(x, parts.inverse) for x in inverses]
         state = [carry[h] for h in of]
         met = [product(keys[h // ratio].both, split(state[h], parts.state)) for h in of]
         rest = [load(v_ref, h, value_size).astype(jnp.float32) - start[:, h : h + 1] * met[h][:size] for h in of]
-        new = [product(u[h], split(rest[h], parts.inverse)) for h in of]
-        for h in of:
-            out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
-            out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
-        if u_ref is not None:
+        if u_ref is None:
+            new = solve(m, rest, parts.inverse)
+        else:
+            inverses = inverse(m, parts.inverse)
+            new = [product(split(x, parts.inverse), split(y, parts.inverse)) for x, y in zip(inverses, rest)]
             for h in of:
                 u_ref[0, i, h] = inverses[h].astype(u_ref.dtype)
         if states_ref is not None:
@@ -92,11 +90,15 @@ def _kernel(
                 for h in of:
                     states_ref[0, i // every, h] = state[h].astype(states_ref.dtype)
 
+        keys_t = [split(x.k.T, parts.keys) for x in keys]
         for h in of:
             ended = split(written[:, h : h + 1] * new[h], parts.new)
             whole = gate.start[h : h + 1, size - 1 : size]
             after = whole * state[h] + product(keys_t[h // ratio], ended)
             carry[h] = after.astype(kept_dtype).astype(jnp.float32)
+        for h in of:
+            out = start[:, h : h + 1] * met[h][size:] + product(a[h], split(new[h], parts.new))
+            out_ref[0, rows, h * value_size : (h + 1) * value_size] = out.astype(out_ref.dtype)
         return 0
 
     jax.lax.fori_loop(0, chunks, chunk, 0)
