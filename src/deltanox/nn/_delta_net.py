@@ -14,6 +14,7 @@ from ..ops._dtypes import accumulator
 from ..ops._validate import require
 from ..ops.delta_net import gated_delta_net, gated_delta_net_step
 from ..ops.delta_rule.inputs import check_options
+from ..ops.gated_norm import gated_rms_norm, takes
 from ._conv import CausalConv1d, check_tokens
 from ._linear import apply_linear, linear
 from ._norms import GatedRMSNorm
@@ -198,10 +199,17 @@ class GatedDeltaNet(eqx.Module):
                 **options, chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
                 state_dtype=self.state_dtype, decay_dtype=self.decay_dtype, residuals=self.residuals,
             )  # fmt: skip
+        out = self._gated_norm(out, z)
+        return apply_linear(self.out_proj, out), DeltaNetState(conv, recurrent)
+
+    def _gated_norm(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T HV"]:
+        kernel = self.implementation if self.implementation in ("auto", "pallas") else None
+        if kernel and x.shape[0] > 1 and not self.strict_hf_rounding and takes(x, self.value_head_size):
+            weight, eps = self.norm.weight, self.norm.eps
+            return gated_rms_norm(x, z, weight, eps=eps, gate=self.norm.gate, implementation=kernel)
         heads = (x.shape[0], self.num_value_heads, self.value_head_size)
         norm = _rounded_norm if self.strict_hf_rounding else GatedRMSNorm.__call__
-        out = norm(self.norm, out.reshape(heads), z.reshape(heads))
-        return apply_linear(self.out_proj, out.reshape(x.shape[0], -1)), DeltaNetState(conv, recurrent)
+        return norm(self.norm, x.reshape(heads), z.reshape(heads)).reshape(x.shape)
 
 
 def _rounded_norm(norm: GatedRMSNorm, x, z):

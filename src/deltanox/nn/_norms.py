@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from ..ops._dtypes import accumulator
 from ..ops._validate import describe, require, require_choice
+from ..ops.gated_norm import formula
 
 
 def _check(op: str, size: int, **arrays: Array) -> None:
@@ -107,12 +108,7 @@ class GatedRMSNorm(eqx.Module):
         @jax.checkpoint  # the backward pass keeps x and z alone
         def norm(x, z, weight):
             wide = accumulator(x.dtype)
-            y = x.astype(wide)
-            root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
-            z = z.astype(wide)
-            act = jax.nn.sigmoid(z)
-            if self.gate == "silu":
-                act = z * act
-            return (y * root * weight.astype(wide)[(None,) * (x.ndim - 1)] * act).astype(x.dtype)
+            weight = weight.astype(wide)[(None,) * (x.ndim - 1)]
+            return formula(x.astype(wide), z.astype(wide), weight, eps=self.eps, gate=self.gate).astype(x.dtype)
 
         return norm(x, z, self.weight)
