@@ -115,6 +115,7 @@ CONFIG = Qwen3_5Config(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", cases(None, remat.policy(moe="device", logits="offload", mlp="device")), ids=str)
 def test_gradients_of_a_model_do_not_depend_on_the_policy(getkey, policy):
     model = qwen3_5(CONFIG, implementation="xla", key=getkey())

@@ -47,6 +47,7 @@ def test_each_projection_merges(layer, name):
     assert np.abs(np.asarray(together - before)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_whole_model():
     """Stacked layers, gradients of `up` and `down` alone, and a step that lowers the loss."""
     config = Qwen3_5Config(

@@ -70,14 +70,14 @@ def test_kernels_compile_and_fit(topology, heads, T):
 
 
 def test_bundles():
-    """The bars: 206 and 800 bundles a head-chunk on tpu7x, in loops of constant length."""
+    """Bundles a head-chunk on tpu7x, in loops of constant length; the bars were 206 and 800."""
     if importlib.metadata.version("libtpu") != "0.0.52":
         pytest.skip("the bars were set for libtpu 0.0.52, and another one schedules differently")
     h, H, T = 16, 64, 2048
     report = gradient("tpu7x", h, H, T=T)
     assert not report.no_schedule
-    assert per_head_chunk(report, "gdn_forward", H, T) <= 206
-    assert per_head_chunk(report, "gdn_backward", H, T) <= 800
+    assert per_head_chunk(report, "gdn_forward", H, T) <= 170
+    assert per_head_chunk(report, "gdn_backward", H, T) <= 450
     assert not any(k.unknown_trips for k in report.kernels)
 
 
@@ -146,12 +146,10 @@ def test_a_layer_takes_the_kernels_by_itself():
 
 @pytest.mark.parametrize("every", [2, 8])
 def test_memory_of_a_gradient(every):
-    """Beside arguments and results: the kept states, and one copy of the merged gradient."""
+    """Beside arguments and results: the kept states, and nothing of the tokens' size."""
     h, H, T, K = 16, 64, 8192, 128
     report = gradient("tpu7x", h, H, T=T, residuals=Residuals(states_every=every))
-    states = H * K * K * 4 * T / (64 * every)
-    merged = T * (2 * h + H) * K * 2
-    assert report.temporary_bytes <= 1.15 * (states + merged) + 2**24
+    assert report.temporary_bytes <= 1.05 * H * K * K * 4 * T / (64 * every) + 2**24
 
 
 def test_what_is_kept():

@@ -55,9 +55,8 @@ def compiled(depth, policy, length=2048):
     return aot.compile(f, stack, x, topology="tpu7x"), predicted
 
 
-@pytest.mark.parametrize(
-    "name, calls", [("remat", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("device", "input"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, calls", [("remat", 2), ("device", 1), ("input", 1)])
 def test_the_kernel_runs_again_unless_its_record_is_saved(name, calls):
     report, _ = compiled(4, POLICIES[name])
     assert {k: n for k, n in report.kernel_calls.items() if k.startswith("gdn")} == {
@@ -67,6 +66,7 @@ def test_the_kernel_runs_again_unless_its_record_is_saved(name, calls):
     assert {k.launches for k in report.kernels if k.name == "gdn_backward"} == {4}
 
 
+@pytest.mark.slow
 def test_offload_inside_the_scan_takes_host_memory():
     report, predicted = compiled(4, POLICIES["offload"])
     assert report.kernel_calls["gdn_forward"] == 1

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import jax
 
 
-def once_differentiable(implementation: str, remedy: str) -> Callable:
-    """Decorate the backward pass of a `custom_vjp`: differentiating it raises NotImplementedError with the remedy."""
+def once_differentiable(implementation: str, remedy: str, *, inline: bool = True) -> Callable:
+    """Decorate the backward pass of a `custom_vjp`: differentiating it raises NotImplementedError with the remedy.
+    `inline=False` is for one that switches float64 on inside, which `jax.jit` around it would not see."""
 
     def decorate(backward: Callable) -> Callable:
         guarded = jax.custom_jvp(backward)
@@ -20,6 +21,6 @@ def once_differentiable(implementation: str, remedy: str) -> Callable:
             )
 
         # traced once: with jax_remat3 a forward pass is looked at twice, which JAX's custom_jvp alone doesn't stand
-        return jax.jit(guarded, inline=True)
+        return jax.jit(guarded, inline=True) if inline else guarded
 
     return decorate

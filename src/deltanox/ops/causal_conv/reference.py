@@ -71,7 +71,7 @@ def reference(x, weight, bias, initial_state, boundary, mask, activation):
         with jax.enable_x64(True):
             return wide(*floats)
 
-    @once_differentiable("reference", "switch on jax_enable_x64")
+    @once_differentiable("reference", "switch on jax_enable_x64", inline=False)
     def backward(floats, cotangents):
         with jax.enable_x64(True):
             return jax.vjp(wide, *floats)[1](cotangents)

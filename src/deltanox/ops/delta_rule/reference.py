@@ -109,7 +109,7 @@ def reference(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_
         with jax.enable_x64(True):
             return wide(*floats)
 
-    @once_differentiable("reference", "switch on jax_enable_x64")
+    @once_differentiable("reference", "switch on jax_enable_x64", inline=False)
     def backward(floats, cotangents):
         with jax.enable_x64(True):
             return jax.vjp(wide, *floats)[1](cotangents)
