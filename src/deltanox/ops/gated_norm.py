@@ -198,4 +198,5 @@ def gated_rms_norm(
     """Each head's norm, times the gate, in x's dtype: float32 inside, rounded once. `takes` says for which arrays. It
     has one derivative, in reverse mode."""
     x, z, weight = alike((x, z, weight.astype(jnp.float32)))
-    return _norm(Options(eps, gate, implementation), x[None], z[None], weight[None, None])[0]
+    y: Any = _norm(Options(eps, gate, implementation), x[None], z[None], weight[None, None])
+    return y[0]
