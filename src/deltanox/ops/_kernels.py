@@ -64,3 +64,12 @@ def folded(launch: Callable) -> Callable:
         return split, jax.tree.map(lambda _: True, out)
 
     return mapped
+
+
+def on_engine(engine: str, op: str, xla: Callable, kernel: Callable, *arrays):
+    """One pass on the engine that was asked for; of "auto", the kernel where a TPU is compiled for."""
+    if engine == "xla":
+        return xla(*arrays)
+    if engine == "pallas":
+        return folded(by_platform(kernel, op))(*arrays)
+    return jax.lax.platform_dependent(*arrays, tpu=folded(partial(kernel, interpret=False)), default=xla)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ._derivatives import once_differentiable
-from ._kernels import by_platform, folded
+from ._kernels import on_engine
 from ._manual import alike, result
 
 ROWS, COLUMNS = 256, 1024  # of a block
@@ -152,11 +152,8 @@ def _by_heads(x, z, weight, *, options: Options):
 
 
 def _on_engine(options: Options, plain, kernel, *arrays):
-    kernel = functools.partial(kernel, options=options)
-    if options.engine == "pallas":
-        return folded(by_platform(kernel, "gated_rms_norm"))(*arrays)
-    compiled = folded(functools.partial(kernel, interpret=False))
-    return jax.lax.platform_dependent(*arrays, tpu=compiled, default=functools.partial(plain, options=options))
+    xla, tpu = (functools.partial(f, options=options) for f in (plain, kernel))
+    return on_engine(options.engine, "gated_rms_norm", xla, tpu, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -4,7 +4,6 @@ Two engines stand behind it, XLA's code and the TPU kernels, with one interface 
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float
 
 from .._derivatives import once_differentiable
 from .._dtypes import accumulator
-from .._kernels import by_platform, folded
+from .._kernels import on_engine
 from . import tpu
 from .backward import backward
 from .chunked import Options, Plan, Tokens, carried, forward, join, plan, returned, split
@@ -77,16 +76,6 @@ def _run_xla(inputs: Inputs, initial_state, *, options: Options, keep: bool):
     return join(out, p), returned(state), None if states is None else jnp.moveaxis(states, 0, 1), t_inv
 
 
-def _on_engine(options: Options, xla: Callable, kernel: Callable, *arguments):
-    """One pass on the engine that was asked for; of "auto", the kernel where a TPU is compiled for."""
-    if options.engine == "xla":
-        return xla(*arguments)
-    if options.engine == "pallas":
-        return folded(by_platform(kernel, "gated_delta_rule"))(*arguments)
-    compiled = folded(functools.partial(kernel, interpret=False))
-    return jax.lax.platform_dependent(*arguments, tpu=compiled, default=xla)
-
-
 def _run(options: Options, inputs: Inputs, initial_state, *, keep: bool):
     def xla(inputs, state):
         return _run_xla(inputs, state, options=options, keep=keep)
@@ -94,7 +83,7 @@ def _run(options: Options, inputs: Inputs, initial_state, *, keep: bool):
     def kernel(inputs, state, *, interpret):
         return tpu.run(inputs, state, options=options, keep=keep, interpret=interpret)
 
-    return _on_engine(options, xla, kernel, inputs, initial_state)
+    return on_engine(options.engine, "gated_delta_rule", xla, kernel, inputs, initial_state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -147,7 +136,7 @@ def _backward(options: Options, kept, cotangents):
             return tpu.gradients(inputs, *saved[:2], out_bar, state_bar, options=options, interpret=interpret)
 
         arguments = (inputs, saved._replace(out=None), *cotangents)
-        arrays, g, beta, state_bar = _on_engine(options, xla, kernel, *arguments)
+        arrays, g, beta, state_bar = on_engine(options.engine, "gated_delta_rule", xla, kernel, *arguments)
         return Inputs(arrays, g, beta, None, None), state_bar
 
     return gradients(*kept, cotangents)
