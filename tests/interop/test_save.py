@@ -18,13 +18,15 @@ from deltanox.cli import main
 from deltanox.interop import config_from_hf, config_to_hf, load, save
 from deltanox.interop._load import make_skeleton
 from deltanox.interop._names import Layout, Names, places
-from deltanox.models import QWEN3_5_SIZES, QWEN3_NEXT_80B_A3B, Qwen3NextConfig
+from deltanox.models import QWEN3_5_SIZES, Qwen3NextConfig
 from deltanox.nn import GatedDeltaNet
+from releases import RELEASES, TENSORS
 
 SMALL = dict(
     vocab_size=20, embed_size=8, num_layers=4, full_attention_interval=2, num_key_heads=2, num_value_heads=4, num_heads=2,
     num_kv_heads=1, key_head_size=4, value_head_size=6, head_size=8,
 )  # fmt: skip
+
 EXPERTS = dict(num_experts=3, top_k=2, expert_size=4, shared_size=5)
 
 
@@ -172,19 +174,6 @@ def cut(config, layer, rows):
             part.of_array(weight)[...] = part.of_tensor(rows[part.tensor.split(".")[-2]])
         layer = eqx.tree_at(lambda m, name=name: getattr(m, name).weight, layer, jnp.asarray(weight))
     return layer
-
-
-RELEASES = {**QWEN3_5_SIZES, "80B-A3B": QWEN3_NEXT_80B_A3B}
-TENSORS = {
-    "0.8B": 320,
-    "2B": 320,
-    "4B": 426,
-    "9B": 427,
-    "27B": 851,
-    "35B-A3B": 693,
-    "122B-A10B": 831,
-    "397B-A17B": 1038,
-}
 
 
 @pytest.mark.parametrize("name", ["0.8B", "35B-A3B", "80B-A3B"])

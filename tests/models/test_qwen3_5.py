@@ -10,13 +10,13 @@ import pytest
 
 from deltanox.models import (
     QWEN3_5_SIZES,
-    QWEN3_NEXT_80B_A3B,
     Qwen3_5Config,
     Qwen3NextConfig,
     qwen3_5,
     qwen3_next,
 )
 from deltanox.train._config import read_config
+from releases import RELEASES, TENSORS
 
 COUNTS = {
     "0.8B": 752_393_024,
@@ -39,17 +39,6 @@ MTP_COUNTS = {
     "122B-A10B": 2_523_679_232,
     "397B-A17B": 6_595_568_128,
     "80B-A3B": 1_650_471_424,
-}
-RELEASES = {**QWEN3_5_SIZES, "80B-A3B": QWEN3_NEXT_80B_A3B}
-TENSORS = {
-    "0.8B": 320,
-    "2B": 320,
-    "4B": 426,
-    "9B": 427,
-    "27B": 851,
-    "35B-A3B": 693,
-    "122B-A10B": 831,
-    "397B-A17B": 1038,
 }
 
 SMALL = dict(
