@@ -182,6 +182,7 @@ def test_single_names_go_before_their_group_and_bases_below():
     [
         (remat.policy(gdn="device"), lambda key: block(key, lambda key: mixer(key, "chunked")), "gdn = 'device' would save nothing: `gdn_out` and `gdn_states` are never made here .only by the engines 'xla' and 'pallas'.*set gdn='remat'.*here: .*mlp_gate"),
         (remat.policy(gdn_t_inv="device", gdn_out="device", gdn_states="offload"), block, "gdn_t_inv = 'device' would save nothing: `gdn_t_inv` is never made here .only by layers with Residuals"),
+        (remat.policy(gdn_qkv="device"), lambda key: block(key, lambda key: mixer(key, residuals=Residuals(qkv="recompute"))), "gdn_qkv = 'device' would save nothing: `gdn_qkv` is never made here .only by layers with Residuals.qkv='save'.*gdn_conv_out, gdn_gates, gdn_z"),
         (remat.policy(moe="offload"), block, "moe = 'offload' would save nothing: `moe_logits` and `moe_hidden` and `moe_out` are never made"),
         (remat.policy(attention="device"), block, "attention = 'device' would save nothing: `attention_query`"),
         (remat.kernels, lambda key: Bare(jnp.ones(())), "'kernels' would save nothing: named arrays here: layer_input"),
@@ -257,7 +258,7 @@ SIZES = {"B": B, "T": T, "H": H, "K": K, "V": K, "C": 2 * K + H * K, "D": D, "F"
     "group, names",
     [
         ("gdn", 3),
-        ("gdn_conv", 3),
+        ("gdn_conv", 4),
         ("gdn_out", 1),
         ("mlp", 2),
         ("attention", 5),

@@ -320,6 +320,26 @@ def test_options_reach_the_op(getkey, implementation):
         run(GatedDeltaNet(7, **SIZES, implementation="pallas", key=key), x)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict roundings"])
+def test_a_projection_that_is_made_twice_changes_nothing(getkey, strict):
+    x, state = draw(getkey, 2, 70, 7), DeltaNetState(draw(getkey, 3, 42), draw(getkey, 6, 3, 5))
+    ids = jnp.asarray([0] * 30 + [1] * 40)
+    layer = make(getkey, strict_hf_rounding=strict)
+    other = make(getkey, strict_hf_rounding=strict, residuals=Residuals(qkv="recompute"))
+    again = jax.tree.unflatten(jax.tree.structure(other), jax.tree.leaves(layer))
+
+    @eqx.filter_jit
+    @functools.partial(eqx.filter_value_and_grad, has_aux=True)
+    def gradients(arrays):
+        layer, x, state = arrays
+        y, after = jax.vmap(lambda x: layer(x, state, segment_ids=ids))(x)
+        return jnp.sum(jnp.sin(3 * y)) + sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(after)), (y, after)
+
+    got, want = (gradients((layer, x, state)) for layer in (again, layer))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rel(a, b) <= 1e-6
+
+
 def test_refusals(getkey):
     layer = make(getkey)
     key = getkey()

@@ -5,16 +5,20 @@ from typing import Any, ClassVar, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from .._types import Implementation, Precision
 from ..ops import Residuals
+from ..ops._derivatives import together
 from ..ops._dtypes import accumulator
+from ..ops._manual import alike
+from ..ops._product import dot
 from ..ops._validate import require
-from ..ops.delta_net import gated_delta_net, gated_delta_net_step
+from ..ops.delta_net import convolve, gated_delta_net, gated_delta_net_step
 from ..ops.delta_rule.inputs import check_options
-from ..ops.gated_norm import gated_rms_norm, takes
+from ..ops.gated_norm import gated_norm_projection, takes
 from ._conv import CausalConv1d, check_tokens
 from ._linear import apply_linear, linear
 from ._norms import GatedRMSNorm
@@ -181,35 +185,60 @@ class GatedDeltaNet(eqx.Module):
         check_tokens("GatedDeltaNet", x, self.embed_size, "embed_size", segment_ids=segment_ids, mask=mask)
         if mask is not None:
             x = jnp.where(mask[:, None], x, 0)
-        qkv, z, b, a = (apply_linear(p, x) for p in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
-        weights = (self.A_log, self.dt_bias, self.conv.weight, self.conv.bias)
+        b, a = apply_linear(self.in_proj_b, x), apply_linear(self.in_proj_a, x)
+        taps = (self.conv.weight, self.conv.bias)
         options: dict[str, Any] = dict(
             num_key_heads=self.num_key_heads, key_head_size=self.key_head_size, activation=self.conv.activation,
             strict_hf_rounding=self.strict_hf_rounding,
         )  # fmt: skip
         conv, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
         if state is not None and x.shape[0] == 1 and mask is None:
+            qkv = apply_linear(self.in_proj_qkv, x)
             out, conv, recurrent = gated_delta_net_step(
-                qkv[0], a[0], b[0], *weights, conv_state=conv, initial_state=recurrent, **options
+                qkv[0], a[0], b[0], self.A_log, self.dt_bias, *taps, conv_state=conv, initial_state=recurrent, **options
             )
-            out = out[None]
-        else:
+            return self._output(out[None], apply_linear(self.in_proj_z, x)), DeltaNetState(conv, recurrent)
+        options |= dict(
+            segment_ids=segment_ids, mask=mask, chunk_size=self.chunk_size, implementation=self.implementation,
+            precision=self.precision, state_dtype=self.state_dtype, decay_dtype=self.decay_dtype,
+            residuals=self.residuals, initial_state=recurrent,
+        )  # fmt: skip
+        if self.residuals.qkv == "save":
+            qkv = apply_linear(self.in_proj_qkv, x)
             out, conv, recurrent = gated_delta_net(
-                qkv, a, b, *weights, conv_state=conv, initial_state=recurrent, segment_ids=segment_ids, mask=mask,
-                **options, chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
-                state_dtype=self.state_dtype, decay_dtype=self.decay_dtype, residuals=self.residuals,
-            )  # fmt: skip
-        out = self._gated_norm(out, z)
-        return apply_linear(self.out_proj, out), DeltaNetState(conv, recurrent)
+                qkv, a, b, self.A_log, self.dt_bias, *taps, conv_state=conv, **options
+            )
+            gate = self.in_proj_z.weight
+        else:
+            qkv, conv = self._convolved(x, conv, segment_ids, mask)
+            out, _, recurrent = gated_delta_net(qkv, a, b, self.A_log, self.dt_bias, None, None, **options)
+            # z's own gradients before the rule's: the cotangent of z is free by then
+            out, x, gate = together(out, x, self.in_proj_z.weight)
+        z = checkpoint_name(dot(*alike((x, gate.astype(x.dtype)))), "gdn_z")
+        return self._output(out, z), DeltaNetState(conv, recurrent)
 
-    def _gated_norm(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T HV"]:
+    def _convolved(self, x, state, segment_ids, mask):
+        """Projection and convolution, of which nothing but x is kept: they run again after the rule's gradients."""
+
+        @jax.checkpoint
+        def run(x, projection, weight, bias, state):
+            return convolve(
+                apply_linear(projection, x), weight, bias, state, segment_ids, mask, activation=self.conv.activation,
+                implementation=self.implementation, strict_hf_rounding=self.strict_hf_rounding,
+            )  # fmt: skip
+
+        return run(x, self.in_proj_qkv, self.conv.weight, self.conv.bias, state)
+
+    def _output(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T D"]:
         kernel = self.implementation if self.implementation in ("auto", "pallas") else None
         if kernel and x.shape[0] > 1 and not self.strict_hf_rounding and takes(x, self.value_head_size):
-            weight, eps = self.norm.weight, self.norm.eps
-            return gated_rms_norm(x, z, weight, eps=eps, gate=self.norm.gate, implementation=kernel)
+            return gated_norm_projection(
+                x, z, self.norm.weight, self.out_proj.weight, eps=self.norm.eps, gate=self.norm.gate,
+                implementation=kernel,
+            )  # fmt: skip
         heads = (x.shape[0], self.num_value_heads, self.value_head_size)
         norm = _rounded_norm if self.strict_hf_rounding else GatedRMSNorm.__call__
-        return norm(self.norm, x.reshape(heads), z.reshape(heads)).reshape(x.shape)
+        return apply_linear(self.out_proj, norm(self.norm, x.reshape(heads), z.reshape(heads)).reshape(x.shape))
 
 
 def _rounded_norm(norm: GatedRMSNorm, x, z):

@@ -156,16 +156,16 @@ def gated_delta_net(
     if mask is not None:
         # before the gates: their derivatives would turn a masked NaN into one of A_log and dt_bias
         a, b = (jnp.where(mask[..., None], x, 0) for x in (a, b))
-    qkv = checkpoint_name(qkv, "gdn_qkv")
+    again = residuals.qkv == "recompute"  # the caller has convolved already
+    qkv = qkv if again else checkpoint_name(qkv, "gdn_qkv")
     if conv_weight is None:
         conv_state = jnp.zeros((*qkv.shape[:-2], 0, qkv.shape[-1]), qkv.dtype)
     else:
-        qkv, conv_state = causal_conv1d(
-            qkv, conv_weight, conv_bias, initial_state=conv_state, segment_ids=segment_ids, mask=mask,
-            activation=None if strict_hf_rounding else activation, implementation=implementation,
+        qkv, conv_state = convolve(
+            qkv, conv_weight, conv_bias, conv_state, segment_ids, mask, activation=activation,
+            implementation=implementation, strict_hf_rounding=strict_hf_rounding,
         )  # fmt: skip
-        if strict_hf_rounding:
-            qkv = _round_then_activate(qkv, activation)
+    if conv_weight is not None or again:
         qkv = checkpoint_name(qkv, "gdn_conv_out")
     gates = decay_and_beta(a, b, A_log, dt_bias, strict_hf_rounding=strict_hf_rounding)
     g, beta = (checkpoint_name(x, "gdn_gates") for x in gates)
@@ -173,9 +173,20 @@ def gated_delta_net(
         op, (qkv,), g, beta, initial_state, segment_ids, mask, key_heads=num_key_heads, key_size=key_head_size,
         value_size=value_size, scale=scale, l2norm_eps=l2norm_eps, chunk_size=chunk_size,
         implementation=implementation, precision=precision, state_dtype=state_dtype, decay_dtype=decay_dtype,
-        residuals=residuals, overwrite=conv_weight is not None,
+        residuals=residuals, overwrite=conv_weight is not None or again,
     )  # fmt: skip
     return out.reshape(*out.shape[:-2], -1), conv_state, state
+
+
+def convolve(
+    qkv, conv_weight, conv_bias, conv_state, segment_ids, mask, *, activation, implementation, strict_hf_rounding
+):
+    """The convolution of `gated_delta_net`, with its roundings: `(qkv, conv_state)`."""
+    qkv, conv_state = causal_conv1d(
+        qkv, conv_weight, conv_bias, initial_state=conv_state, segment_ids=segment_ids, mask=mask,
+        activation=None if strict_hf_rounding else activation, implementation=implementation,
+    )  # fmt: skip
+    return _round_then_activate(qkv, activation) if strict_hf_rounding else qkv, conv_state
 
 
 def gated_delta_net_step(

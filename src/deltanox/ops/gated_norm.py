@@ -1,10 +1,15 @@
-"""The gated norm behind the delta rule, on merged heads: for a TPU a kernel in each direction, elsewhere the formula.
+"""The gated norm behind the delta rule and the projection after it, on merged heads: for a TPU a kernel in each
+direction, elsewhere the formula.
 
 XLA's code for a norm over 128 of 8,192 merged features first lays the array out anew by heads, in float32: at 65,536
-tokens 4.3 GB for 1.07 GB. The kernels read and write the merged array, and the cotangents take the memory of what they
-replace. With n = x / √(mean(x²) + ε) and u = weight · act(z) · dy:
+tokens 4.3 GB for 1.07 GB. The kernels read and write the merged array. With n = x / √(mean(x²) + ε) and
+u = weight · act(z) · dy:
 
     y = n · weight · act(z)        dx = (u − n · mean(u n)) / √(mean(x²) + ε)        dz = n · weight · act'(z) · dy
+    out = y Wᵀ                     dy = dout W                                       dW = doutᵀ y
+
+The backward kernel makes y again, for dW: it is not kept from one pass to the other. y, dx and dz take the memory of x,
+dy and z.
 """
 
 import functools
@@ -19,6 +24,7 @@ from jaxtyping import Array, Float
 from ._derivatives import once_differentiable
 from ._kernels import on_engine
 from ._manual import alike, result
+from ._product import dot, weight_gradient
 
 ROWS, COLUMNS = 256, 1024  # of a block
 LANES = 128
@@ -55,8 +61,9 @@ def _forward_kernel(x_ref, z_ref, weight_ref, y_ref, *, size: int, eps: float, g
 
 
 def _backward_kernel(
-    x_ref, z_ref, weight_ref, dy_ref, dx_ref, dz_ref, dweight_ref, *, size: int, eps: float, gate: str, length: int
-):
+    x_ref, z_ref, weight_ref, dy_ref, dx_ref, dz_ref, y_ref, dweight_ref, *, size: int, eps: float, gate: str,
+    length: int,
+):  # fmt: skip
     @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
     def _():
         dweight_ref[...] = jnp.zeros(dweight_ref.shape, jnp.float32)
@@ -78,7 +85,9 @@ def _backward_kernel(
         u = weight * gated
         total += jnp.where(inside, n * gated, 0.0)
         dx_ref[:, head] = (root * (u - n * jnp.mean(u * n, axis=1, keepdims=True))).astype(dx_ref.dtype)
-        dz_ref[:, head] = (n * weight * slope * dy).astype(dz_ref.dtype)
+        scaled = n * weight
+        dz_ref[:, head] = (scaled * slope * dy).astype(dz_ref.dtype)
+        y_ref[:, head] = (scaled * act).astype(y_ref.dtype)
     dweight_ref[...] += jnp.sum(total, axis=0, keepdims=True)[None]
 
 
@@ -127,10 +136,10 @@ def _backward(x, z, weight, dy, *, options: Options, interpret: Any):
         kernel,
         grid=grid,
         in_specs=[tokens, tokens, whole, tokens],
-        out_specs=[tokens, tokens, whole],
-        out_shape=[result(a.shape, a.dtype, a) for a in (x, z, weight)],
+        out_specs=[tokens, tokens, tokens, whole],
+        out_shape=[result(a.shape, a.dtype, a) for a in (dy, z, x, weight)],
         # the interpreter cannot alias where blocks reach over the edge
-        input_output_aliases={} if interpret and length % min(ROWS, -(-length // 16) * 16) else {3: 0, 1: 1},
+        input_output_aliases={} if interpret and length % min(ROWS, -(-length // 16) * 16) else {3: 0, 1: 1, 0: 2},
         compiler_params=_PARAMS,
         interpret=interpret,
         name="gated_norm_backward",
@@ -157,43 +166,55 @@ def _on_engine(options: Options, plain, kernel, *arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(options: Options, x, z, weight):
-    return _on_engine(options, _by_heads, _forward, x, z, weight)
+def _norm_projection(options: Options, x, z, weight, projection):
+    return dot(_on_engine(options, _by_heads, _forward, x, z, weight), projection)
 
 
 def _once(options: Options):
     return once_differentiable("pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'")
 
 
-def _norm_forward(options: Options, x, z, weight):
+def _vjp_forward(options: Options, x, z, weight, projection):
     y = _once(options)(lambda *arrays: _on_engine(options, _by_heads, _forward, *arrays))(x, z, weight)
-    return y, (x, z, weight)
+    return dot(y, projection), (x, z, weight, projection)
 
 
-def _norm_backward(options: Options, kept, dy):
+def _vjp_backward(options: Options, kept, out_bar):
     def plain(x, z, weight, dy, *, options):
-        return tuple(jax.vjp(functools.partial(_by_heads, options=options), x, z, weight)[1](dy))
+        y, pull = jax.vjp(functools.partial(_by_heads, options=options), x, z, weight)
+        dx, dz, dweight = pull(dy)
+        return dx, dz, y, dweight
 
     def kernel(*arrays, **settings):
         return tuple(_backward(*arrays, **settings))
 
-    return _once(options)(lambda *arrays: _on_engine(options, plain, kernel, *arrays))(*kept, dy)
+    def backward(x, z, weight, projection, out_bar):
+        dy = jax.lax.dot_general(out_bar, projection, (((out_bar.ndim - 1,), (0,)), ((), ())))
+        dx, dz, y, dweight = _on_engine(options, plain, kernel, x, z, weight, dy)
+        # before anything goes on with dx: y's memory is free by then
+        return jax.lax.optimization_barrier((dx, dz, dweight, weight_gradient(out_bar, y, projection)))
+
+    return _once(options)(backward)(*kept, out_bar)
 
 
-_norm.defvjp(_norm_forward, _norm_backward)
+_norm_projection.defvjp(_vjp_forward, _vjp_backward)
 
 
-def gated_rms_norm(
+def gated_norm_projection(
     x: Float[Array, "T HV"],
     z: Float[Array, "T HV"],
     weight: Float[Array, " V"],
+    projection: Float[Array, "D HV"],
     *,
     eps: float,
     gate: Literal["silu", "sigmoid"],
     implementation: Literal["auto", "pallas"],
-) -> Float[Array, "T HV"]:
-    """Each head's norm, times the gate, in x's dtype: float32 inside, rounded once. `takes` says for which arrays. It
-    has one derivative, in reverse mode."""
-    x, z, weight = alike((x, z, weight.astype(jnp.float32)))
-    y: Any = _norm(Options(eps, gate, implementation), x[None], z[None], weight[None, None])
-    return y[0]
+) -> Float[Array, "T D"]:
+    """Each head's norm times the gate, rounded once to x's dtype, times the projection, which is rounded to it too.
+
+    Float32 inside. `takes` says for which arrays. It has one derivative, in reverse mode.
+    """
+    arrays = (x, z, weight.astype(jnp.float32), projection.astype(x.dtype))
+    x, z, weight, projection = alike(arrays)
+    out: Any = _norm_projection(Options(eps, gate, implementation), x[None], z[None], weight[None, None], projection)
+    return out[0]

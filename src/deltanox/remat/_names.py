@@ -51,9 +51,12 @@ NAMES: Mapping[str, Residual] = MappingProxyType({
         "gdn", "T = (I + A)^-1 of every chunk", "B T/c H c c", "float32", ("gdn_out", "gdn_states"),
         made="layers with Residuals(t_inv='save')",
     ),
-    "gdn_qkv": Residual("gdn_conv", "merged projection, the convolution's input", "B T C"),
+    "gdn_qkv": Residual(
+        "gdn_conv", "merged projection, the convolution's input", "B T C", made="layers with Residuals(qkv='save')"
+    ),
     "gdn_conv_out": Residual("gdn_conv", "the same after convolution and SiLU", "B T C", made="convolutions"),
     "gdn_gates": Residual("gdn_conv", "log-decay g and rate beta", "2 B T H", "float32"),
+    "gdn_z": Residual("gdn_conv", "projected gate of the output, before its activation", "B T H V"),
     "attention_query": Residual("attention", "projected queries and gates", "2 B T n hd"),
     "attention_key": Residual("attention", "projected keys", "B T m hd"),
     "attention_value": Residual("attention", "projected values", "B T m hd"),
