@@ -1,6 +1,7 @@
 """The command `deltanox aot`: the training step or the loss of a config, compiled for a TPU that is not there."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -38,6 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compile_config(config: Config, *, topology: str = "tpu7x", what: str = "step") -> aot.Report:
     """The report of one update of the training state ("step", with the state donated), or of the loss ("forward")."""
+    fn, args, donate = program(config, what=what)
+    return aot.compile(fn, *args, topology=topology, donate_argnums=donate)
+
+
+def program(config: Config, *, what: str = "step") -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    """A function, its arguments (arrays as structs), and which of these it may overwrite."""
 
     def state(key):
         model = config.precision.cast_parameters(default_model(config, key))
@@ -56,7 +63,7 @@ def compile_config(config: Config, *, topology: str = "tpu7x", what: str = "step
         def forward(parameters: Any, static: Any, batch: Batch) -> Any:
             return make_evaluation(static, config.precision)(parameters, batch)
 
-        return aot.compile(forward, state.parameters, static, batch(), topology=topology)
+        return forward, (state.parameters, static, batch()), ()
 
     schedule = learning_rate_schedule(config.optimiser, config.train.steps)
 
@@ -74,4 +81,4 @@ def compile_config(config: Config, *, topology: str = "tpu7x", what: str = "step
         )
         return update(state, batch)
 
-    return aot.compile(step, state, static, batch(config.train.accumulation), topology=topology, donate_argnums=0)
+    return step, (state, static, batch(config.train.accumulation)), (0,)

@@ -37,8 +37,8 @@ class Report:
     - `argument_bytes`, `output_bytes`, `temporary_bytes`, `aliased_bytes` (outputs that take the place of arguments),
       `code_bytes`: in HBM. `host_bytes`: all of these in the host's memory.
     - `kernels`: largest share of the time first.
-    - `flops`, `mxu_flops`: see `flops.Count`. `bytes`: what moves between HBM and the core: arguments and outputs once,
-      or, where that is more, what products and kernels read and write (`flops.Count.bytes`).
+    - `flops`, `mxu_flops`, `kernel_flops`: see `flops.Count`. `bytes`: what moves between HBM and the core: arguments
+      and outputs once, or, where that is more, what products and kernels read and write (`flops.Count.bytes`).
     - `other_bundles`: bundles issued by XLA's own operations, as far as each has a schedule; None without any.
     - `no_schedule`: why there is none, "" if there is. `notes`: what could not be counted.
     """
@@ -55,6 +55,7 @@ class Report:
     kernels: tuple[Kernel, ...]
     flops: int
     mxu_flops: int
+    kernel_flops: int
     bytes: int
     other_bundles: int | None
     no_schedule: str
@@ -63,7 +64,7 @@ class Report:
     @property
     def device_bytes(self) -> int:
         """HBM that a run takes: arguments, outputs that are no arguments, temporaries and code."""
-        return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes + self.code_bytes
+        return self.peak_bytes + self.code_bytes
 
     @property
     def kernel_calls(self) -> dict[str, int]:
@@ -87,13 +88,34 @@ class Report:
         return bounds if self.bundles is None else bounds | {"bundles": self.bundles / self.chip.clock}
 
     @property
+    def peak_bytes(self) -> int:
+        """HBM of arguments, outputs that are no arguments, and temporaries."""
+        return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
+
+    @property
+    def kernel_seconds(self) -> float | None:
+        """Seconds that the kernels issue, one bundle a cycle; None where one has no schedule."""
+        if any(kernel.issued is None for kernel in self.kernels):
+            return None
+        return sum(kernel.launches * (kernel.issued or 0) for kernel in self.kernels) / self.chip.clock
+
+    @property
+    def static_seconds(self) -> float | None:
+        """`kernel_seconds`, and XLA's own products at the chip's peak; None without a schedule."""
+        kernels = self.kernel_seconds
+        return None if kernels is None else kernels + (self.mxu_flops - self.kernel_flops) / self.chip.flops
+
+    @property
     def roofline_seconds(self) -> float:
         """The largest of `bounds`."""
         return max(self.bounds.values())
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in plain values."""
-        derived = ("device_bytes", "kernel_calls", "bundles", "bounds", "roofline_seconds")
+        derived = (
+            "device_bytes", "peak_bytes", "kernel_calls", "bundles", "bounds", "kernel_seconds", "static_seconds",
+            "roofline_seconds",
+        )  # fmt: skip
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
     def to_json(self) -> str:

@@ -117,6 +117,7 @@ def compile(
         kernels=kernels,
         flops=work.flops // mesh.size,
         mxu_flops=work.mxu_flops // mesh.size,
+        kernel_flops=work.kernel_flops // mesh.size,
         bytes=max(work.bytes, ends) // mesh.size,
         other_bundles=sum(s.issued * program.runs.get(x, 0) for x, s in others.items()) if schedules else None,
         no_schedule="" if schedules else dump.reason or _no_dump(),

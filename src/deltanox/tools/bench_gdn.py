@@ -1,151 +1,186 @@
-"""The mixer's core on a TPU that is not there: what its kernels issue and what a call takes.
+"""The gated DeltaNet mixer at 8k and 64k: the delta rule's kernels alone, and the whole layer around them.
 
-    deltanox bench gdn --topology tpu7x --length 8192 65536 --heads 16/64
+    deltanox bench gdn --length 8192,65536 --heads 16/64
 
-Value and gradients of `gated_delta_net` for one row of bfloat16 tokens, states in and out, segment ids given, or with
---layer of the whole mixer, its weights and its input, compiled ahead of time. Bundles are counted for a head-chunk, 64
-tokens of one value head, and are static: what a kernel issues at the least, with all branches taken. Nothing is
-measured.
+One row of bfloat16 tokens, B = 1. `core` is `gated_delta_net`, states in and out, segment ids given (with --conv W its
+convolution too); `layer` is the whole `GatedDeltaNet` on --hidden features with its projections, value and gradients
+of weights and input. `step` is forward and backward, `backward` what it takes beyond `forward`. "pallas" are the
+kernels, "xla" is the path without them.
+
+On an attached TPU or GPU calls are timed (median, warm, by the device's own events). On another machine they are
+compiled for a TPU that is not there, and nothing is measured: `static` is the kernels' instruction bundles over the
+clock and XLA's own products at the chip's peak, what the call takes at the least. Bundles are those of a head-chunk, 64
+tokens of one value head. Memory is the compiled program's: arguments, results and temporaries. Figures that others
+publish for the same call, measured on hardware of theirs, are printed beside it.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+from deltanox.tools import _measure, _published
+from deltanox.tools._measure import gigabytes, milliseconds
+
+PARTS = ("core", "layer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, print a line a pass and length. Returns the exit status."""
+    """Print a line a call. Returns the exit status; wrong use is a ValueError."""
     parser = argparse.ArgumentParser(
         prog="deltanox bench gdn", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--topology", default="tpu7x", help="v4, v5e, v5p, v6e or tpu7x (default: tpu7x)")
-    parser.add_argument("--length", type=int, nargs="+", default=[8192, 65536], help="tokens (default: 8192 65536)")
+    _measure.add_lengths(parser)
+    _measure.add_arguments(parser)
+    parser.add_argument(
+        "--part", choices=("core", "layer"), nargs="+", default=("core", "layer"), help="(default: both)"
+    )
+    parser.add_argument(
+        "--implementation", choices=("pallas", "xla", "chunked"), nargs="+", default=("pallas", "xla"),
+        help="(default: pallas xla)",
+    )  # fmt: skip
     parser.add_argument("--heads", default="16/64", help="key and value heads (default: 16/64)")
     parser.add_argument("--size", type=int, default=128, help="size of a head (default: 128)")
+    parser.add_argument("--hidden", type=int, default=4096, help="features of the layer (default: 4096)")
     parser.add_argument("--states-every", type=int, help="see deltanox.ops.Residuals (default: its own)")
     parser.add_argument("--t-inv", choices=("save", "recompute"), default="recompute", help="see Residuals")
+    parser.add_argument("--qkv", choices=("save", "recompute"), default="save", help="of the layer, see Residuals")
     parser.add_argument("--precision", choices=("default", "high", "highest"), help="(default: that of bfloat16)")
-    parser.add_argument("--conv", type=int, default=0, metavar="W", help="taps of a convolution (default: none)")
     parser.add_argument(
-        "--layer", type=int, metavar="D", help="the whole mixer on D features, with its weights, instead"
+        "--conv", type=int, default=0, metavar="W", help="taps of the core's convolution (default: none)"
     )
-    parser.add_argument("--remat", action="store_true", help="with --layer: keep its input only")
-    parser.add_argument("--json", action="store_true", help="print JSON, a record a pass and length")
+    parser.add_argument("--remat", action="store_true", help="keep the layer's input only, and run it again")
     arguments = parser.parse_args(argv)
-    try:
-        key_heads, heads = (int(x) for x in arguments.heads.split("/"))
-    except ValueError:
-        raise ValueError(f"bench gdn: --heads must be KEY/VALUE, such as 16/64, but it is {arguments.heads}") from None
-    for length in arguments.length:
-        for name in ("forward", "gradient"):
-            compiled = _compile_layer if arguments.layer else _compile
-            record = compiled(arguments, name, key_heads, heads, length)
-            if arguments.json:
-                print(json.dumps(record), flush=True)
-                continue
-            kernels = ", ".join(f"{k} {bundles:.0f}" for k, bundles in record["bundles_per_head_chunk"].items())
-            print(
-                f"{name:9s} T={length} {arguments.heads} heads of {arguments.size}, {record['topology']}: "
-                f"{kernels or record['no_schedule']}; temporary {record['temporary_bytes'] / 1e9:.2f} GB, "
-                f"with arguments and results {record['peak_bytes'] / 1e9:.2f} GB; "
-                f"roofline {1e3 * record['roofline_seconds']:.1f} ms",
-                flush=True,
-            )
+    heads = _measure.key_and_value_heads("gdn", arguments.heads)
+    if not arguments.json:
+        print(_line(HEAD), flush=True)
+    for length in _measure.lengths(arguments):
+        for part in arguments.part:
+            for engine in arguments.implementation:
+                for record in _records(arguments, part, engine, heads, length):
+                    print(json.dumps(record) if arguments.json else _line(_cells(record)), flush=True)
     return 0
 
 
-def _compile(arguments: argparse.Namespace, name: str, key_heads: int, heads: int, length: int) -> dict:
+HEAD = ("T", "part", "engine", "run", "measured ms", "static ms", "kernels ms", "roofline ms", "peak GB", "bundles")
+WIDTHS = (6, 5, 7, 8, 11, 9, 10, 11, 7)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return _measure.table([cells], WIDTHS)
+
+
+def _cells(record: dict[str, Any]) -> tuple[str, ...]:
+    rest = [", ".join(f"{name} {x:.0f}" for name, x in record["bundles_per_head_chunk"].items())]
+    rest += [record.get("refused", ""), record.get("no_schedule", ""), record["published"]]
+    return (
+        str(record["length"]), record["part"], record["engine"], record["run"], milliseconds(record["seconds"]),
+        *(milliseconds(record.get(f"{name}_seconds")) for name in ("static", "kernel", "roofline")),
+        gigabytes(record.get("peak_bytes")), "; ".join(filter(None, rest)),
+    )  # fmt: skip
+
+
+def _records(arguments: argparse.Namespace, part: str, engine: Any, heads: tuple[int, int], length: int):
+    """The forward pass, both passes, and their difference."""
+    make = _core if part == "core" else _layer
+    found = {}
+    for run in ("forward", "step"):
+        found[run] = _measure.figures(arguments, *make(arguments, run, engine, heads, length))
+        if engine != "pallas":  # XLA's loops are no kernels: their bundles are in the roofline
+            found[run] |= {"static_seconds": None, "kernel_seconds": None}
+    if not any("refused" in record for record in found.values()):
+        found["backward"] = _beyond(found["forward"], found["step"])
+    label = "core with convolution" if part == "core" and arguments.conv else part
+    for run, record in found.items():
+        issued = record.pop("issued", {})
+        yield {
+            "part": part, "engine": engine, "run": run, "length": length, "heads": arguments.heads, **record,
+            "bundles_per_head_chunk": {k: n / (heads[1] * length / 64) for k, n in issued.items()},
+            "published": _published.told(_published.beside(label, run, arguments.heads, length)),
+        }  # fmt: skip
+
+
+def _beyond(forward: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
+    """What a step takes beyond the forward pass; its memory is the step's."""
+
+    def less(name: str) -> float | None:
+        a, b = forward.get(name), step.get(name)
+        return None if a is None or b is None else b - a
+
+    times = {name: less(name) for name in ("seconds", "static_seconds", "kernel_seconds")}
+    return {"where": step["where"], **times, "peak_bytes": step["peak_bytes"]}
+
+
+def _core(arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int, int], length: int):
     import jax
 
     from deltanox.ops import gated_delta_net
-    from deltanox.tools import aot
 
-    size, width = arguments.size, arguments.conv
-    channels = (2 * key_heads + heads) * size
+    (key_heads, value_heads), size, width = heads, arguments.size, arguments.conv
+    channels = (2 * key_heads + value_heads) * size
 
-    def struct(*shape, dtype="bfloat16"):
+    def struct(*shape: int, dtype: str = "bfloat16") -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     arrays = dict(
-        qkv=struct(1, length, channels), a=struct(1, length, heads), b=struct(1, length, heads),
-        A_log=struct(heads, dtype="float32"), dt_bias=struct(heads, dtype="float32"),
-        initial_state=struct(1, heads, size, size, dtype="float32"),
+        qkv=struct(1, length, channels), a=struct(1, length, value_heads), b=struct(1, length, value_heads),
+        A_log=struct(value_heads, dtype="float32"), dt_bias=struct(value_heads, dtype="float32"),
+        initial_state=struct(1, value_heads, size, size, dtype="float32"),
         conv_weight=struct(channels, width) if width else None,
         conv_state=struct(1, width - 1, channels) if width else None,
     )  # fmt: skip
 
-    def core(arrays, ids):
+    def forward(arrays: Any, ids: Any) -> Any:
         return gated_delta_net(
-            **arrays, segment_ids=ids, num_key_heads=key_heads, key_head_size=size, implementation="pallas",
-            precision=arguments.precision, **_chunks(arguments),
+            **arrays, segment_ids=ids, num_key_heads=key_heads, key_head_size=size, implementation=engine,
+            precision=arguments.precision, **_record(arguments),
         )  # fmt: skip
 
-    def gradient(arrays, ids, cotangents):
-        out, pull = jax.vjp(lambda arrays: core(arrays, ids), arrays)
+    def step(arrays: Any, ids: Any, cotangents: Any) -> Any:
+        out, pull = jax.vjp(lambda arrays: forward(arrays, ids), arrays)
+        out, cotangents = jax.lax.optimization_barrier((out, cotangents))  # of a loss, they come after the outputs
         return out, pull(cotangents)
 
     ids = struct(1, length, dtype="int32")
-    if name == "forward":
-        report = aot.compile(core, arrays, ids, topology=arguments.topology)
-    else:
-        report = aot.compile(gradient, arrays, ids, jax.eval_shape(core, arrays, ids), topology=arguments.topology)
-    return _record(report, arguments, name, heads, length)
+    if run == "forward":
+        return forward, arrays, ids
+    return step, arrays, ids, jax.eval_shape(forward, arrays, ids)
 
 
-def _compile_layer(arguments: argparse.Namespace, name: str, key_heads: int, heads: int, length: int) -> dict:
+def _layer(arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int, int], length: int):
     import equinox as eqx
     import jax
 
     from deltanox import GatedDeltaNet
-    from deltanox.tools import aot
 
-    size = arguments.size
     layer = eqx.filter_eval_shape(
-        GatedDeltaNet, arguments.layer, num_key_heads=key_heads, num_value_heads=heads, key_head_size=size,
-        value_head_size=size, conv_size=arguments.conv or 4, dtype="bfloat16", precision=arguments.precision,
-        key=jax.random.key(0), **_chunks(arguments),
+        GatedDeltaNet, arguments.hidden, num_key_heads=heads[0], num_value_heads=heads[1],
+        key_head_size=arguments.size, value_head_size=arguments.size, conv_size=arguments.conv or 4, dtype="bfloat16",
+        implementation=engine, precision=arguments.precision, key=jax.random.key(0), **_record(arguments),
     )  # fmt: skip
     weights, static = eqx.partition(layer, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
-    def forward(weights, x):
+    def forward(weights: Any, x: Any) -> Any:
         return jax.vmap(lambda x: eqx.combine(weights, static)(x)[0])(x)
 
-    def gradient(weights, x, cotangent):
+    def step(weights: Any, x: Any, cotangent: Any) -> Any:
         out, pull = jax.vjp(jax.checkpoint(forward) if arguments.remat else forward, weights, x)
+        out, cotangent = jax.lax.optimization_barrier((out, cotangent))
         return out, pull(cotangent)
 
-    x = jax.ShapeDtypeStruct((1, length, arguments.layer), "bfloat16")
-    if name == "forward":
-        report = aot.compile(forward, weights, x, topology=arguments.topology)
-    else:
-        report = aot.compile(gradient, weights, x, x, topology=arguments.topology)
-    return _record(report, arguments, name, heads, length)
+    x: Any = jax.ShapeDtypeStruct((1, length, arguments.hidden), "bfloat16")
+    return (forward, weights, x) if run == "forward" else (step, weights, x, x)
 
 
-def _chunks(arguments: argparse.Namespace) -> dict:
-    """The options of the record: T^-1 is kept in chunks of 128 tokens."""
+def _record(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of what is kept: T^-1 in chunks of 128 tokens."""
     from deltanox.ops import Residuals
 
     saved = arguments.t_inv == "save"
     every = (1 if saved else 2) if arguments.states_every is None else arguments.states_every
-    return {"residuals": Residuals(states_every=every, t_inv=arguments.t_inv), "chunk_size": 128 if saved else 64}
-
-
-def _record(report, arguments: argparse.Namespace, name: str, heads: int, length: int) -> dict:
-    bundles: dict[str, float] = {}
-    for kernel in report.kernels:
-        if kernel.issued is not None:
-            share = kernel.issued * kernel.launches / (heads * length / 64)
-            bundles[kernel.name] = bundles.get(kernel.name, 0.0) + share
-    return {
-        "pass": name, "length": length, "heads": arguments.heads, "topology": report.topology,
-        "bundles_per_head_chunk": bundles, "calls": report.kernel_calls, "no_schedule": report.no_schedule,
-        "argument_bytes": report.argument_bytes, "output_bytes": report.output_bytes,
-        "temporary_bytes": report.temporary_bytes,
-        "peak_bytes": report.argument_bytes + report.output_bytes + report.temporary_bytes - report.aliased_bytes,
-        "roofline_seconds": report.roofline_seconds,
-    }  # fmt: skip
+    residuals = Residuals(states_every=every, t_inv=arguments.t_inv, qkv=arguments.qkv)
+    return {"residuals": residuals, "chunk_size": 128 if saved else 64}
 
 
 if __name__ == "__main__":

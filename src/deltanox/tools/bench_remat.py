@@ -1,6 +1,6 @@
 """What policies of `deltanox.remat` cost: memory of a stack's layers, and what is computed again.
 
-    deltanox bench remat --length 8192 65536 --heads 16/64
+    deltanox bench remat --length 8192,65536 --heads 16/64
     deltanox bench remat --policy gdn=device mlp=offload --policy kernels --compile
 
 Value and gradients of a scanned stack of one block (GatedDeltaNet and SwiGLU) in bfloat16, for one row of tokens. What
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from deltanox.tools import _measure
+
 DEFAULT = (
     "nothing", "gdn=device", "gdn=device gdn_conv=device", "gdn=offload gdn_conv=offload", "mlp=device", "kernels",
     "minimal_offloaded", "everything",
@@ -26,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="deltanox bench remat", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--length", type=int, nargs="+", default=[8192, 65536], help="tokens (default: 8192 65536)")
+    _measure.add_lengths(parser)
     parser.add_argument("--heads", default="16/64", help="key and value heads (default: 16/64)")
     parser.add_argument("--size", type=int, default=128, help="size of a head (default: 128)")
     parser.add_argument("--hidden", type=int, default=4096, help="embedding size (default: 4096)")
@@ -40,19 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, a record a policy and length")
     parser.add_argument("--plot", metavar="FILE", help="draw the trade as a picture, .svg or .png")
     arguments = parser.parse_args(argv)
-    try:
-        arguments.key_heads, arguments.value_heads = (int(x) for x in arguments.heads.split("/"))
-    except ValueError:
-        raise ValueError(
-            f"bench remat: --heads must be KEY/VALUE, such as 16/64, but it is {arguments.heads}"
-        ) from None
+    arguments.key_heads, arguments.value_heads = _measure.key_and_value_heads("remat", arguments.heads)
     policies = [words.split() for words in DEFAULT] if arguments.policy is None else arguments.policy
     if arguments.compile:
         from deltanox.tools import aot
 
         aot.prepare()
     records = []
-    for length in arguments.length:
+    for length in _measure.lengths(arguments):
         for words in policies:
             records.append(record := measure(arguments, words, length))
             print(json.dumps(record) if arguments.json else line(record), flush=True)

@@ -21,19 +21,21 @@ class Count(NamedTuple):
     - `mxu_flops`: the same, times the bfloat16 passes that each product's precision takes.
     - `bytes`: what products read and write, and what kernels' blocks move, as if everything else were fused. A block
       moves when its index changes.
+    - `kernel_flops`: the part of `mxu_flops` that is done in Pallas kernels.
     - `notes`: sentences about what could not be counted.
     """
 
     flops: int = 0
     mxu_flops: int = 0
     bytes: int = 0
+    kernel_flops: int = 0
     notes: frozenset[str] = frozenset()
 
     def plus(self, other: "Count") -> "Count":
-        return Count(*(a + b for a, b in zip(self[:3], other[:3])), self.notes | other.notes)
+        return Count(*(a + b for a, b in zip(self[:4], other[:4])), self.notes | other.notes)
 
     def times(self, n: int) -> "Count":
-        return Count(*(a * n for a in self[:3]), self.notes)
+        return Count(*(a * n for a in self[:4]), self.notes)
 
 
 def count(jaxpr: Any, *, platform: str = "tpu") -> Count:
@@ -118,7 +120,7 @@ def _equation(eqn: Any, platform: str) -> Count:
     if name == "while":
         body = count(params["body_jaxpr"], platform=platform).plus(count(params["cond_jaxpr"], platform=platform))
         note = "a while loop of unknown length is counted once"
-        return body._replace(notes=body.notes | {note}) if any(body[:3]) else body
+        return body._replace(notes=body.notes | {note}) if any(body[:4]) else body
     if name == "cond":
         return _branches(params, platform)
     if name == "pallas_call":
@@ -137,8 +139,8 @@ def _branches(params: dict[str, Any], platform: str) -> Count:
         here = here or [i for i, names in enumerate(platforms) if names is None]
         branches = [branches[i] for i in here]
     counts = [count(branch, platform=platform) for branch in branches]
-    most = Count(*(max(c[i] for c in counts) for i in range(3)), frozenset().union(*(c.notes for c in counts)))
-    if len({c[:3] for c in counts}) > 1:
+    most = Count(*(max(c[i] for c in counts) for i in range(4)), frozenset().union(*(c.notes for c in counts)))
+    if len({c[:4] for c in counts}) > 1:
         most = most._replace(notes=most.notes | {"a condition is counted as its most expensive branch"})
     return most
 
@@ -168,7 +170,7 @@ def _kernel(eqn: Any, platform: str) -> Count:
             notes.add(f"{name}: blocks whose index is not a function of the grid alone count at every step")
             fetches = steps
         moved += fetches * math.prod(aval.shape) * aval.dtype.itemsize
-    return Count(body.flops, body.mxu_flops, moved, body.notes | notes)
+    return Count(body.flops, body.mxu_flops, moved, body.mxu_flops, body.notes | notes)
 
 
 def _fetches(index_map: Any, grid: tuple[int, ...]) -> int | None:
