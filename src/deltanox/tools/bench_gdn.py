@@ -86,7 +86,8 @@ def _records(arguments: argparse.Namespace, part: str, engine: Any, heads: tuple
     make = _core if part == "core" else _layer
     found = {}
     for run in ("forward", "step"):
-        found[run] = _measure.figures(arguments, *make(arguments, run, engine, heads, length))
+        fn, *args = make(arguments, run, engine, heads, length)
+        found[run] = _measure.figures(arguments, fn, *args)
         if engine != "pallas":  # XLA's loops are no kernels: their bundles are in the roofline
             found[run] |= {"static_seconds": None, "kernel_seconds": None}
     if not any("refused" in record for record in found.values()):
@@ -112,7 +113,7 @@ def _beyond(forward: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
     return {"where": step["where"], **times, "peak_bytes": step["peak_bytes"]}
 
 
-def _core(arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int, int], length: int):
+def _core(arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int, int], length: int) -> tuple[Any, ...]:
     import jax
 
     from deltanox.ops import gated_delta_net
@@ -148,7 +149,9 @@ def _core(arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int
     return step, arrays, ids, jax.eval_shape(forward, arrays, ids)
 
 
-def _layer(arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int, int], length: int):
+def _layer(
+    arguments: argparse.Namespace, run: str, engine: Any, heads: tuple[int, int], length: int
+) -> tuple[Any, ...]:
     import equinox as eqx
     import jax
 
