@@ -7,8 +7,20 @@ import numpy as np
 import pytest
 from jaxtyping import config as checker
 
-import deltanox.generate as generation
-from deltanox.generate import NO_TOKEN, Sampler, decode, generate, keep, pad_prompts, prefill, sample, stream
+from deltanox.generate import (
+    GREEDY,
+    NO_TOKEN,
+    Sampler,
+    _steps,
+    _stream,
+    decode,
+    generate,
+    keep,
+    pad_prompts,
+    prefill,
+    sample,
+    stream,
+)
 from deltanox.models import Qwen3_5Config, qwen3_5
 from helpers import rel
 
@@ -46,13 +58,40 @@ def test_greedy_is_the_argmax_of_full_passes(model):
     np.testing.assert_array_equal(generate(model, jnp.array([prompt, prompt]), max_new_tokens=12), [want, want])
 
 
-def test_decoding_compiles_once_for_many_tokens_and_prompts(model):
-    with jax.log_compiles(False):
-        list(stream(model, [1, 2, 3], max_new_tokens=3))
-        before = generation._next._cached._cache_size()
-        list(stream(model, [4, 5], max_new_tokens=20))
-        list(stream(model, [1] * 10, max_new_tokens=30))
-        assert generation._next._cached._cache_size() == before
+def test_compiles_once_for_many_tokens_and_prompts(model):
+    """Prefill, too, for all lengths of a bucket."""
+
+    def programs():
+        return [f._cached._cache_size() for f in (_steps._prefill, _steps._next)]
+
+    list(stream(model, range(5), max_new_tokens=3))
+    before = programs()
+    list(stream(model, range(17), max_new_tokens=20))
+    list(stream(model, [1] * 30, max_new_tokens=30))
+    assert programs() == before
+
+
+@pytest.mark.parametrize(
+    "length, wanted", [(1, 64), (64, 64), (65, 128), (1024, 1024), (1025, 2048), (2049, 4096), (5000, 6144)]
+)
+def test_buckets(length, wanted):
+    assert _steps.bucket(length) == wanted
+
+
+def test_a_token_costs_the_same_however_long_the_text(model):
+    """FLOPs and bytes of the compiled step: it has no length in it, and a cache's slots are all that it grows by."""
+
+    def cost(capacity):
+        _, state = prefill(model, jnp.array([[1, 2, 3]]), capacity=capacity)
+        step = _steps._next.lower((model, GREEDY, None, np.int32(1), np.zeros(1, bool), jnp.array([4])), state)
+        found = step.compile().compiled.cost_analysis()
+        return np.array([found["flops"], found["bytes accessed"]])
+
+    costs = np.array([cost(capacity) for capacity in (64, 128, 192)])
+    small, large = np.diff(costs, axis=0)
+    np.testing.assert_allclose(small, large, rtol=0.05)  # linear in the slots
+    products = 64 * 2 * 2 * CONFIG.num_heads * CONFIG.head_size  # of 64 more slots, with keys and with values
+    assert products <= small[0] < 3 * products
 
 
 def test_streams_tokens_as_they_come(model):
@@ -129,7 +168,7 @@ def test_equal_logits_stay_together():
     logits = jnp.array([1.0, 2.0, 2.0, 0.0, 2.0])
     for sampler in (Sampler(top_k=2), Sampler(top_p=0.3)):
         np.testing.assert_array_equal(np.isfinite(keep(logits, sampler)), [False, True, True, False, True])
-    assert int(sample(logits, generation.GREEDY)) == 1
+    assert int(sample(logits, GREEDY)) == 1
 
 
 def test_frequencies_follow_the_softmax(getkey):
@@ -154,7 +193,7 @@ def test_nan_logits_are_an_error_and_no_token(model):
     broken = eqx.tree_at(lambda m: m.norm.weight, model, model.norm.weight.at[0].set(jnp.nan))
     with pytest.raises(FloatingPointError, match="logits of row 0 are NaN at new token 0"):
         generate(broken, [1, 2], max_new_tokens=3)
-    assert int(sample(jnp.array([0.0, jnp.nan]), generation.GREEDY)) == NO_TOKEN
+    assert int(sample(jnp.array([0.0, jnp.nan]), GREEDY)) == NO_TOKEN
 
 
 @pytest.fixture
@@ -182,7 +221,7 @@ def unchecked():
     ],
 )  # fmt: skip
 def test_requests_are_checked_before_anything_runs(unchecked, monkeypatch, model, prompt, kwargs, sentence):
-    monkeypatch.setattr(generation, "prefill", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(_stream, "Stream", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(ValueError, match=sentence):
         stream(model, prompt, **{"max_new_tokens": 6, **kwargs})
 

@@ -77,7 +77,7 @@ def test_imports_point_one_way():
         ("ops/moe.py", "import equinox as eqx"),
         ("nn/_stack.py", "def f():\n    from .. import models"),
         ("models/_lm.py", "from deltanox.train import step"),
-        ("generate.py", "from .cli import main"),
+        ("generate/_stream.py", "from ..cli import main"),
         ("models/_lm.py", "import optax"),
     ],
 )

@@ -8,7 +8,8 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..nn import KVCache, RMSNorm
+from ..nn import DeltaNetState, KVCache, RMSNorm
+from ..ops._validate import require
 from ..remat import named_input
 
 
@@ -18,8 +19,9 @@ class HybridBlock(eqx.Module):
         h ← h + mixer(input_norm(h))          h ← h + mlp(post_attention_norm(h))
 
     The mixer is anything that is called as `mixer(x, state, segment_ids=, mask=) -> (y, state)`, here `GatedDeltaNet`
-    or `GatedAttention`; if it also takes `positions`, it gets them. The feed-forward part is called as `mlp(x) -> y`;
-    if it takes `mask`, as a mixture of experts does, then as `mlp(x, mask=) -> (y, stats)`.
+    or `GatedAttention`; if it also takes `positions`, it gets them, and it gets `snapshots` where a call asks for them.
+    The feed-forward part is called as `mlp(x) -> y`; if it takes `mask`, as a mixture of experts does, then as
+    `mlp(x, mask=) -> (y, stats)`.
 
     Source: Qwen3-Next and Qwen3.5 (decoder layer).
     """
@@ -53,13 +55,16 @@ class HybridBlock(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+        snapshots: tuple[int, ...] | None = None,
     ) -> tuple[Float[Array, "T D"], PyTree, PyTree | None]:
-        """**Returns:** `(y, state, stats)`: y of x's shape and dtype, the mixer's new state, and the router's sums
-        (None for a dense block).
+        """**Returns:** `(y, state, stats)`: y of x's shape and dtype, the mixer's new state (its snapshots, if asked
+        for), and the router's sums (None for a dense block).
 
         **Raises:** `ValueError` of the mixer, for shapes that don't fit.
         """
         extra: dict[str, Any] = {"positions": positions} if self.takes_positions else {}
+        if snapshots is not None:
+            extra["snapshots"] = snapshots
         y, state = self.mixer(self.input_norm(x), state, segment_ids=segment_ids, mask=mask, **extra)
         x = x + y
         normed = self.post_attention_norm(x)
@@ -71,7 +76,8 @@ class HybridState(eqx.Module):
     """What a model remembers of the tokens that it has read.
 
     - `blocks`: one entry for each block of the period, `DeltaNetState` or `KVCache`; in a model each array has a
-      leading axis, the period.
+      leading axis, the period (not in one that is unstacked). After a call with `snapshots`: `DeltaNetSnapshots` or
+      `KVSnapshots`.
     """
 
     blocks: tuple[PyTree, ...]
@@ -81,6 +87,27 @@ class HybridState(eqx.Module):
         """Tokens that the attention caches can hold; None if no block has one."""
         sizes = [block.capacity for block in self.blocks if isinstance(block, KVCache)]
         return min(sizes) if sizes else None
+
+    def crop(self, index: int | Int[Array, ""]) -> "HybridState":
+        """After a call with `snapshots`: the state at snapshot number `index`, as if the tokens after it had not been
+        read. Each row of a batch takes its own by `jax.vmap(HybridState.crop)(state, index)`.
+
+        **Raises:** `ValueError` for a state without snapshots.
+        """
+        require(
+            not any(isinstance(block, KVCache | DeltaNetState) for block in self.blocks),
+            "HybridState.crop: the state has no snapshots: ask the call that makes it for some, as in "
+            "model(tokens, state, snapshots=(1, 2))",
+        )
+        return HybridState(tuple(block.crop(index) for block in self.blocks))
+
+    def unstack(self) -> "HybridState":
+        """The state for the same model unstacked (`HybridLM.unstack`): an entry for each block of each period, without
+        the leading axis. A batch goes through `jax.vmap`."""
+        periods = jax.tree.leaves(self)[0].shape[0]
+        return HybridState(
+            tuple(jax.tree.map(lambda x, i=i: x[i], block) for i in range(periods) for block in self.blocks)
+        )
 
     def resize(self, capacity: int) -> "HybridState":
         """The same memory with room for `capacity` tokens in the attention caches; any leading axes (periods, a batch)

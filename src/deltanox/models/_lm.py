@@ -26,7 +26,8 @@ class HybridLM(eqx.Module):
     float32.
 
     - `embedding`: [N D].
-    - `layers`: the stack of periods; `model.layers[i].blocks[j]` is block j of period i.
+    - `layers`: the stack of periods; `model.layers[i].blocks[j]` is block j of period i. Unstacked, one period of all
+      blocks.
     - `norm`: the final norm.
     - `head`: [N D], or None where the embedding serves as head too (tied).
     - `mtp`: the head for one token further, or None; `mtp_logits` runs it.
@@ -40,7 +41,7 @@ class HybridLM(eqx.Module):
     """
 
     embedding: Float[Array, "N D"]
-    layers: Stack
+    layers: Stack | HybridPeriod
     norm: RMSNorm
     head: Float[Array, "N D"] | None
     mtp: MTPHead | None
@@ -104,6 +105,19 @@ class HybridLM(eqx.Module):
         require(capacity >= 1, f"HybridLM.init_state: `capacity` must be at least 1 token, but it is {capacity}")
         return self.layers.init_state(capacity)
 
+    def unstack(self) -> "HybridLM":
+        """The same model with every block's arrays by themselves, instead of stacked over the periods.
+
+        Where one token is read at a time, on a CPU, a loop over stacked layers spends up to half of its time on copies
+        of weights and states; unstacked there are none, and a program compiles in proportion to the depth. It is for
+        decoding: `remat`, `deltanox.interop.save` and the optimiser want the stacked one. Weights are copied once.
+        """
+        if not isinstance(self.layers, Stack):
+            return self
+        periods = [self.layers[i] for i in range(len(self.layers))]
+        layers = HybridPeriod(tuple(block for period in periods for block in period.blocks))
+        return eqx.tree_at(lambda model: model.layers, self, layers)
+
     def embed(self, tokens: Int[Array, "T"], mask: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         """Rows of the embedding: zero at masked tokens, whatever their id, and NaN for an id outside the vocabulary."""
         outside = jnp.asarray(self.vocab_size, tokens.dtype)  # a negative id must not count from the end
@@ -118,6 +132,7 @@ class HybridLM(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+        snapshots: tuple[int, ...] | None = None,
         remat: bool | Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T D"], HybridState, PyTree | None]:
         """All of the model but the head, for losses that never hold all logits at once.
@@ -143,10 +158,17 @@ class HybridLM(eqx.Module):
             f"HybridLM: `positions` must be [T] or [3 T] (time, height, width) for tokens: {describe(tokens)}, "
             f"but it is {describe(positions)}",
         )
-        x = self.embed(tokens, mask)
-        x, new_state, stats = self.layers(
-            x, state, remat=remat, segment_ids=segment_ids, mask=mask, positions=positions
-        )
+        options: dict[str, Any] = dict(segment_ids=segment_ids, mask=mask, positions=positions)
+        if snapshots is not None:
+            options["snapshots"] = snapshots
+        if isinstance(self.layers, Stack):
+            options["remat"] = remat
+        else:
+            require(
+                remat is None,
+                "HybridLM: `remat` is for a model with stacked layers, and this one is unstacked: leave it out",
+            )
+        x, new_state, stats = self.layers(self.embed(tokens, mask), state, **options)
         return self.norm(x), new_state, stats
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B N"]:
@@ -167,6 +189,7 @@ class HybridLM(eqx.Module):
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
+        snapshots: tuple[int, ...] | None = None,
         remat: bool | Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "T N"], HybridState]:
         """Logits for the token after each token.
@@ -181,6 +204,8 @@ class HybridLM(eqx.Module):
         - `mask`: False at padding, left, right or between. Logits at padding are finite and mean nothing.
         - `positions`: rotary positions, [T] or [3 T]; by default real tokens are counted from the segment's beginning
           on.
+        - `snapshots`: numbers of tokens, increasing from 0 to T: the state comes with those after so many of the new
+          tokens, one of which `state.crop(index)` goes back to. Not with `positions` or `segment_ids`.
         - `remat`: what the backward pass finds saved of each period, a policy of `deltanox.remat`, True (nothing) or
           False (all that it needs); None is what the model was built with.
 
@@ -189,7 +214,7 @@ class HybridLM(eqx.Module):
         **Raises:** `ValueError` for shapes and dtypes that don't fit, and for a policy that the layers cannot follow.
         """
         hidden, state, _ = self.hidden(
-            tokens, state, segment_ids=segment_ids, mask=mask, positions=positions, remat=remat
+            tokens, state, segment_ids=segment_ids, mask=mask, positions=positions, snapshots=snapshots, remat=remat
         )
         return self.logits(hidden), state
 

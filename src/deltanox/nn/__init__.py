@@ -1,8 +1,13 @@
 """Equinox layers, unbatched `T D`: map them over a batch with `jax.vmap`."""
 
-from ._attention import GatedAttention as GatedAttention, KVCache as KVCache
+from ._attention import GatedAttention as GatedAttention
+from ._cache import KVCache as KVCache, KVSnapshots as KVSnapshots
 from ._conv import CausalConv1d as CausalConv1d, ConvState as ConvState
-from ._delta_net import DeltaNetState as DeltaNetState, GatedDeltaNet as GatedDeltaNet
+from ._delta_net import (
+    DeltaNetSnapshots as DeltaNetSnapshots,
+    DeltaNetState as DeltaNetState,
+    GatedDeltaNet as GatedDeltaNet,
+)
 from ._linear import apply_linear as apply_linear, linear as linear
 from ._lora import (
     LoRALinear as LoRALinear,

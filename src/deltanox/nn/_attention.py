@@ -4,64 +4,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..ops._segments import boundaries
 from ..ops._validate import describe, require, shapes
 from ..ops.attention import NEVER, causal_attention
+from ._cache import OVERFLOWED, KVCache, KVSnapshots, check_snapshots
 from ._linear import apply_linear, linear
 from ._norms import RMSNorm
 from ._rotary import RotaryEmbedding, apply_rotary
-
-_OVERFLOWED = 2**30
-"""The `length` of a cache that was fed more tokens than it has slots: no `resize` brings the lost ones back."""
-
-
-class KVCache(eqx.Module):
-    """What attention remembers: S slots of rotated keys and of values, the first `length` of them in use.
-
-    Every token that was fed takes a slot, padding too; `valid` says which slots the next tokens may see (not padding,
-    and of the last segment); `position` is the next token's rotary position. Outside `jax.vmap`, every field of a batch
-    has it in front.
-    """
-
-    key: Float[Array, "*B S m hd"]
-    value: Float[Array, "*B S m hd"]
-    valid: Bool[Array, "*B S"]
-    length: Int[Array, "*B"]
-    position: Int[Array, "*B"]
-
-    @property
-    def capacity(self) -> int:
-        """S, the number of slots."""
-        return self.key.shape[-3]
-
-    def resize(self, capacity: int) -> "KVCache":
-        """The same cache with `capacity` slots.
-
-        Shrinking drops slots from the end, which must not be in use: outside jit this is checked (`ValueError`), inside
-        jit the next call's outputs are NaN. A cache that has overflowed is refused likewise: its tokens are lost.
-        """
-        if not isinstance(self.length, Tracer):
-            used = int(jnp.max(self.length))
-            require(
-                used < _OVERFLOWED,
-                "KVCache.resize: the cache was fed more tokens than it has slots, which are lost: prefill again",
-            )
-            require(
-                capacity >= used, f"KVCache.resize: `capacity` = {capacity} must not be below the {used} slots in use"
-            )
-        axis = self.valid.ndim - 1
-        more = max(capacity - self.capacity, 0)
-
-        def fit(x):
-            width = [(0, 0)] * x.ndim
-            width[axis] = (0, more)
-            return jax.lax.slice_in_dim(jnp.pad(x, width), 0, capacity, axis=axis)
-
-        return KVCache(fit(self.key), fit(self.value), fit(self.valid), self.length, self.position)
 
 
 class GatedAttention(eqx.Module):
@@ -148,7 +100,8 @@ class GatedAttention(eqx.Module):
         positions: Int[Array, "T"] | Int[Array, "3 T"] | None = None,
         segment_ids: Int[Array, "T"] | None = None,
         mask: Bool[Array, "T"] | None = None,
-    ) -> tuple[Float[Array, "T D"], KVCache]:
+        snapshots: tuple[int, ...] | None = None,
+    ) -> tuple[Float[Array, "T D"], KVCache | KVSnapshots]:
         """Attend to the cached tokens and to the past of the new ones.
 
         **Arguments:**
@@ -161,6 +114,8 @@ class GatedAttention(eqx.Module):
         - `segment_ids`: packed documents; any change between neighbours is a border that attention doesn't cross.
             Borders are never inferred from positions.
         - `mask`: False at padding, anywhere: it is neither seen nor counted, and its own output is W_o · 0 = 0.
+        - `snapshots`: numbers of the new tokens, increasing from 0 to T: the state comes as `KVSnapshots`, which can be
+            cropped back to the cache after so many of them. Not with `positions` or `segment_ids`.
 
         **Returns:** outputs [T D] in x's dtype, and the cache. If the cache has too few slots the outputs are NaN, now
         and from then on: call `state.resize(capacity)` before it is full.
@@ -168,6 +123,8 @@ class GatedAttention(eqx.Module):
         **Raises:** `ValueError` for a wrong rank, width, length or dtype.
         """
         self._check(x, state, positions, segment_ids, mask)
+        if snapshots is not None:
+            check_snapshots("GatedAttention", snapshots, x.shape[0], positions=positions, segment_ids=segment_ids)
         T = x.shape[0]
         if mask is not None:
             x = jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
@@ -200,9 +157,15 @@ class GatedAttention(eqx.Module):
         if state is not None:
             overflow = length > state.capacity
             y = jnp.where(overflow, jnp.asarray(jnp.nan, y.dtype), y)
-            length = jnp.where(overflow, _OVERFLOWED, length)
+            length = jnp.where(overflow, OVERFLOWED, length)
         valid = jnp.ones((T,), bool) if key_segments is None else key_segments == where.last_segment
-        return y, KVCache(cache_k, cache_v, valid, length, where.next_position)
+        cache = KVCache(cache_k, cache_v, valid, length, where.next_position)
+        if snapshots is None:
+            return y, cache
+        counts = jnp.asarray(snapshots, jnp.int32)
+        before = jnp.zeros((), jnp.int32) if state is None else state.position
+        position = jnp.concatenate([before[None], where.positions + 1])[counts]
+        return y, KVSnapshots(cache, length - T + counts, position)
 
     def _check(self, x, state, positions, segment_ids, mask) -> None:
         op = "GatedAttention"

@@ -19,6 +19,7 @@ from ..ops._validate import require
 from ..ops.delta_net import convolve, gated_delta_net, gated_delta_net_step
 from ..ops.delta_rule.inputs import check_options
 from ..ops.gated_norm import gated_norm_projection, takes
+from ._cache import check_snapshots
 from ._conv import CausalConv1d, check_tokens
 from ._linear import apply_linear, linear
 from ._norms import GatedRMSNorm
@@ -29,10 +30,27 @@ class DeltaNetState(eqx.Module):
 
     - `conv`: the last W − 1 rows of the merged projection [Q | K | V], oldest first, in the activations' dtype.
     - `recurrent`: a K × V matrix for each value head, float32 (float64 for float64 activations).
+
+    Outside `jax.vmap`, both have a batch in front.
     """
 
-    conv: Float[Array, "past C"]
-    recurrent: Float[Array, "H K V"]
+    conv: Float[Array, "*B past C"]
+    recurrent: Float[Array, "*B H K V"]
+
+
+class DeltaNetSnapshots(eqx.Module):
+    """The mixer's state after each of S numbers of a call's tokens."""
+
+    conv: Float[Array, "*B S past C"]
+    recurrent: Float[Array, "*B S H K V"]
+
+    def crop(self, index: int | Int[Array, ""]) -> DeltaNetState:
+        """The state at snapshot `index`; a batch goes through `jax.vmap`."""
+
+        def take(x, axis):
+            return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+        return DeltaNetState(take(self.conv, -3), take(self.recurrent, -4))
 
 
 class GatedDeltaNet(eqx.Module):
@@ -167,7 +185,8 @@ class GatedDeltaNet(eqx.Module):
         *,
         segment_ids: Int[Array, " T"] | None = None,
         mask: Bool[Array, " T"] | None = None,
-    ) -> tuple[Float[Array, "T D"], DeltaNetState]:
+        snapshots: tuple[int, ...] | None = None,
+    ) -> tuple[Float[Array, "T D"], DeltaNetState | DeltaNetSnapshots]:
         """Mix the tokens of a sequence, or of the next part of one: any split gives the values of one pass.
 
         **Arguments:**
@@ -177,6 +196,8 @@ class GatedDeltaNet(eqx.Module):
         - `segment_ids`: packed documents: tokens on the two sides of a change of the id never meet.
         - `mask`: False at padding, left or right: the state goes past it unchanged, its output is zero, its values
           (NaN included) are not looked at.
+        - `snapshots`: numbers of the new tokens, increasing from 0 to T: the state comes as `DeltaNetSnapshots`, the
+          states after so many of them. The recurrence runs from one to the next. Not with `segment_ids`.
 
         **Returns:** `(y, state)`: y in x's dtype, and the state after the last real token.
 
@@ -185,51 +206,83 @@ class GatedDeltaNet(eqx.Module):
         check_tokens("GatedDeltaNet", x, self.embed_size, "embed_size", segment_ids=segment_ids, mask=mask)
         if mask is not None:
             x = jnp.where(mask[:, None], x, 0)
+        if snapshots is not None:
+            check_snapshots("GatedDeltaNet", snapshots, x.shape[0], segment_ids=segment_ids)
         b, a = apply_linear(self.in_proj_b, x), apply_linear(self.in_proj_a, x)
-        taps = (self.conv.weight, self.conv.bias)
-        options: dict[str, Any] = dict(
+        if self.residuals.qkv == "recompute" and snapshots is None and x.shape[0] > 1:
+            return self._projecting_twice(x, a, b, state, segment_ids, mask)
+        qkv, z = apply_linear(self.in_proj_qkv, x), apply_linear(self.in_proj_z, x)
+        if snapshots is None:
+            out, new = self._core(qkv, a, b, state, segment_ids, mask)
+        else:
+            out, new = self._from_one_to_the_next(qkv, a, b, state, mask, snapshots)
+        return self._output(out, z), new
+
+    def _from_one_to_the_next(self, qkv, a, b, state: DeltaNetState | None, mask, snapshots: tuple[int, ...]):
+        state = self.init_state(dtype=qkv.dtype) if state is None else state
+        states, outs = {0: state}, []
+        ends = sorted({*snapshots, qkv.shape[0]} - {0})
+        for begin, end in zip([0, *ends], ends):
+            here = slice(begin, end)
+            real = None if mask is None else mask[here]
+            out, state = self._core(qkv[here], a[here], b[here], state, None, real)
+            states[end] = state
+            outs.append(out)
+        kept = [states[count] for count in snapshots]
+        conv, recurrent = (jnp.stack([getattr(s, name) for s in kept]) for name in ("conv", "recurrent"))
+        return jnp.concatenate(outs), DeltaNetSnapshots(conv, recurrent)
+
+    def _core(self, qkv, a, b, state: DeltaNetState | None, segment_ids, mask) -> tuple[Array, DeltaNetState]:
+        weights = (self.A_log, self.dt_bias, self.conv.weight, self.conv.bias)
+        conv, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
+        if state is not None and qkv.shape[0] == 1 and mask is None:
+            out, conv, recurrent = gated_delta_net_step(
+                qkv[0], a[0], b[0], *weights, conv_state=conv, initial_state=recurrent, **self._step_options
+            )
+            return out[None], DeltaNetState(conv, recurrent)
+        out, conv, recurrent = gated_delta_net(
+            qkv, a, b, *weights, conv_state=conv, initial_state=recurrent, segment_ids=segment_ids, mask=mask,
+            **self._options,
+        )  # fmt: skip
+        return out, DeltaNetState(conv, recurrent)
+
+    @property
+    def _step_options(self) -> dict[str, Any]:
+        return dict(
             num_key_heads=self.num_key_heads, key_head_size=self.key_head_size, activation=self.conv.activation,
             strict_hf_rounding=self.strict_hf_rounding,
         )  # fmt: skip
-        conv, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
-        if state is not None and x.shape[0] == 1 and mask is None:
-            qkv = apply_linear(self.in_proj_qkv, x)
-            out, conv, recurrent = gated_delta_net_step(
-                qkv[0], a[0], b[0], self.A_log, self.dt_bias, *taps, conv_state=conv, initial_state=recurrent, **options
-            )
-            return self._output(out[None], apply_linear(self.in_proj_z, x)), DeltaNetState(conv, recurrent)
-        options |= dict(
-            segment_ids=segment_ids, mask=mask, chunk_size=self.chunk_size, implementation=self.implementation,
-            precision=self.precision, state_dtype=self.state_dtype, decay_dtype=self.decay_dtype,
-            residuals=self.residuals, initial_state=recurrent,
-        )  # fmt: skip
-        if self.residuals.qkv == "save":
-            qkv = apply_linear(self.in_proj_qkv, x)
-            out, conv, recurrent = gated_delta_net(
-                qkv, a, b, self.A_log, self.dt_bias, *taps, conv_state=conv, **options
-            )
-            gate = self.in_proj_z.weight
-        else:
-            qkv, conv = self._convolved(x, conv, segment_ids, mask)
-            out, _, recurrent = gated_delta_net(qkv, a, b, self.A_log, self.dt_bias, None, None, **options)
-            # z's own gradients before the rule's: the cotangent of z is free by then
-            out, x, gate = together(out, x, self.in_proj_z.weight)
-        z = checkpoint_name(dot(*alike((x, gate.astype(x.dtype)))), "gdn_z")
-        return self._output(out, z), DeltaNetState(conv, recurrent)
 
-    def _convolved(self, x, state, segment_ids, mask):
-        """Projection and convolution, of which nothing but x is kept: they run again after the rule's gradients."""
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._step_options | dict(
+            chunk_size=self.chunk_size, implementation=self.implementation, precision=self.precision,
+            state_dtype=self.state_dtype, decay_dtype=self.decay_dtype, residuals=self.residuals,
+        )  # fmt: skip
+
+    def _projecting_twice(self, x, a, b, state: DeltaNetState | None, segment_ids, mask):
+        """The whole call, in which projection and convolution keep nothing but x: they run again after the rule's
+        gradients."""
 
         @jax.checkpoint
-        def run(x, projection, weight, bias, state):
+        def convolved(x, projection, weight, bias, past):
             return convolve(
-                apply_linear(projection, x), weight, bias, state, segment_ids, mask, activation=self.conv.activation,
+                apply_linear(projection, x), weight, bias, past, segment_ids, mask, activation=self.conv.activation,
                 implementation=self.implementation, strict_hf_rounding=self.strict_hf_rounding,
             )  # fmt: skip
 
-        return run(x, self.in_proj_qkv, self.conv.weight, self.conv.bias, state)
+        past, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
+        qkv, past = convolved(x, self.in_proj_qkv, self.conv.weight, self.conv.bias, past)
+        out, _, recurrent = gated_delta_net(
+            qkv, a, b, self.A_log, self.dt_bias, None, initial_state=recurrent, segment_ids=segment_ids, mask=mask,
+            **self._options,
+        )  # fmt: skip
+        # z's own gradients come before the rule's, so that its cotangent is free by then
+        out, x, gate = together(out, x, self.in_proj_z.weight)
+        return self._output(out, dot(*alike((x, gate.astype(x.dtype))))), DeltaNetState(past, recurrent)
 
     def _output(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T D"]:
+        z = checkpoint_name(z, "gdn_z")
         kernel = self.implementation if self.implementation in ("auto", "pallas") else None
         if kernel and x.shape[0] > 1 and not self.strict_hf_rounding and takes(x, self.value_head_size):
             return gated_norm_projection(

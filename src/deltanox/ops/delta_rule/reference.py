@@ -37,15 +37,13 @@ def step(
     scale: float,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """One token. All arrays in one dtype, q and k already normalised. Returns the new state and the output."""
-    batch, heads, value_size = v.shape
-    groups = q.shape[1]
-    state = state.reshape(batch, groups, heads // groups, *state.shape[2:])  # value heads beside their key head
-    v, g, beta = (x.reshape(batch, groups, heads // groups, *x.shape[2:]) for x in (v, g, beta))
+    heads, groups = v.shape[1], q.shape[1]
+    # keys before states: the products then read a state as it lies in memory
+    q, k = (jnp.repeat(x, heads // groups, axis=1) for x in (q, k))
     state = jnp.exp(g)[..., None, None] * state
-    error = v - jnp.einsum("bhrkv,bhk->bhrv", state, k, precision="highest")
-    state = state + k[:, :, None, :, None] * (beta[..., None] * error)[..., None, :]
-    out = jnp.einsum("bhrkv,bhk->bhrv", state, q * scale, precision="highest")
-    return state.reshape(batch, heads, *state.shape[3:]), out.reshape(batch, heads, value_size)
+    error = v - jnp.einsum("bhk,bhkv->bhv", k, state, precision="highest")
+    state = state + k[..., None] * (beta[..., None] * error)[:, :, None]
+    return state, jnp.einsum("bhk,bhkv->bhv", q * scale, state, precision="highest")
 
 
 def recurrence(
