@@ -1,10 +1,13 @@
-"""Products of row blocks with the matrix of each block's group, which fold a batch into the blocks.
+"""Products of row blocks with the matrix of each block's group, and the moves of rows to blocks and back, which fold a
+batch into the blocks.
 
 `jax.lax.ragged_dot` wants its rows sorted by group, cannot be mapped over a batch that shares the matrices, and on a
 CPU multiplies every row with every matrix. Here rows come in blocks that belong to one group each, in any order. So a
 batch (`jax.vmap` of a layer) is only more blocks, the gradient of shared matrices is summed over the batch while it is
 computed, and a CPU does no more work than there are blocks. Both products are bilinear and each other's transposes,
-which gives forward mode, reverse mode and derivatives of any order.
+which gives forward mode, reverse mode and derivatives of any order. So are moves: where it is known which rows a row
+came from, the transpose of a gather is a gather, and not the scatter that JAX makes of it (libtpu 0.0.52 aborts on one
+into a single token, and adds in the rows' dtype).
 """
 
 from functools import partial
@@ -36,6 +39,15 @@ def block_outer(
     return _block_outer(*alike((a, b, group)), num_groups=num_groups)
 
 
+def move_rows(x: Float[Array, "N D"], index: Int[Array, "M j"], back: Int[Array, "N i"]) -> Float[Array, "M D"]:
+    """y_m = Σ_j x[index_mj], summed in float32, nothing for an index of N or above.
+
+    `back` is the same relation from the other side: m stands in back_n as often as n in index_m (M and above for
+    nothing).
+    """
+    return _move_rows(*alike((x, index, back)))
+
+
 @partial(jax.jit, static_argnames="flip")
 def _block_dot(x, matrices, group, *, flip):
     return _dot_p.bind(x, matrices, group, flip=flip)
@@ -46,9 +58,15 @@ def _block_outer(a, b, group, *, num_groups):
     return _outer_p.bind(a, b, group, num_groups=num_groups)
 
 
-_dot_p, _outer_p = Primitive("block_dot"), Primitive("block_outer")
+@jax.jit
+def _move_rows(x, index, back):
+    return _move_p.bind(x, index, back)
+
+
+_dot_p, _outer_p, _move_p = Primitive("block_dot"), Primitive("block_outer"), Primitive("move_rows")
 _dot_p.def_impl(_block_dot)
 _outer_p.def_impl(_block_outer)
+_move_p.def_impl(_move_rows)
 
 
 @_dot_p.def_abstract_eval
@@ -60,6 +78,22 @@ def _(x, matrices, group, *, flip):
 @_outer_p.def_abstract_eval
 def _(a, b, group, *, num_groups):
     return a.update(shape=(num_groups, a.shape[-1], b.shape[-1]), weak_type=False)
+
+
+@_move_p.def_abstract_eval
+def _(x, index, back):
+    return x.update(shape=(index.shape[0], x.shape[1]), weak_type=False)
+
+
+def _take(x, index, back):
+    del back
+    y = x.at[index].get(mode="fill", fill_value=0)
+    if index.shape[1] == 1:
+        return y[:, 0]
+    return jnp.sum(y.astype(accumulator(x.dtype)), axis=1).astype(x.dtype)
+
+
+mlir.register_lowering(_move_p, mlir.lower_fun(_take, multiple_results=False))
 
 
 # Computed block by block: CPU and anything unknown --------------------
@@ -145,7 +179,22 @@ for _platform in _ACCELERATORS:
     mlir.register_lowering(_outer_p, mlir.lower_fun(_outer_ragged, multiple_results=False), platform=_platform)
 
 
-# Derivatives: each product is linear in either factor, the transposes are the two products again --------------------
+# Derivatives: each product is linear in either factor, the transposes are the two products again; so it is with moves
+# --------------------
+
+
+def _move_jvp(primals, tangents):
+    x, index, back = primals
+    return move_rows(x, index, back), move_rows(tangents[0], index, back)
+
+
+def _move_transpose(ct, x, index, back):
+    del x
+    return None if isinstance(ct, ad.Zero) else move_rows(ct, back, index), None, None
+
+
+ad.primitive_jvps[_move_p] = _move_jvp
+ad.primitive_transposes[_move_p] = _move_transpose
 
 
 def _bilinear_jvp(product, primals, tangents, **options):
@@ -199,11 +248,11 @@ def _fold(x):
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _groups_of_each(group, num_groups):
-    """Numbers 0 ... B·E - 1 for groups [B G] that aren't shared; B·E for none."""
-    size = group.shape[0]
-    own = group + num_groups * jnp.arange(size, dtype=group.dtype)[:, None]
-    return _fold(jnp.where(group < num_groups, own, num_groups * size))
+def _numbers_of_each(number, count):
+    """0 ... B·count - 1 for numbers [B ...] below `count` that aren't shared; B·count for none."""
+    size = number.shape[0]
+    first = count * jnp.arange(size, dtype=number.dtype).reshape(size, *[1] * (number.ndim - 1))
+    return _fold(jnp.where(number < count, number + first, count * size))
 
 
 def _batch_size(args, axes):
@@ -218,7 +267,7 @@ def _dot_batch(args, axes, *, flip):
         group = _fold(group)
     else:
         matrices = jnp.moveaxis(matrices, axes[1], 0)
-        group = _groups_of_each(group, matrices.shape[1])
+        group = _numbers_of_each(group, matrices.shape[1])
         matrices = _fold(matrices)
     y = block_dot(_fold(x), matrices, group, flip=flip)
     return y.reshape(*x.shape[:2], *y.shape[1:]), 0
@@ -227,9 +276,17 @@ def _dot_batch(args, axes, *, flip):
 def _outer_batch(args, axes, *, num_groups):
     size = _batch_size(args, axes)
     a, b, group = (_in_front(size, x, axis) for x, axis in zip(args, axes))
-    out = block_outer(_fold(a), _fold(b), _groups_of_each(group, num_groups), num_groups=num_groups * size)
+    out = block_outer(_fold(a), _fold(b), _numbers_of_each(group, num_groups), num_groups=num_groups * size)
     return out.reshape(size, num_groups, *out.shape[1:]), 0
 
 
+def _move_batch(args, axes):
+    size = _batch_size(args, axes)
+    x, index, back = (_in_front(size, x, axis) for x, axis in zip(args, axes))
+    y = move_rows(_fold(x), _numbers_of_each(index, x.shape[1]), _numbers_of_each(back, index.shape[1]))
+    return y.reshape(size, -1, x.shape[2]), 0
+
+
+batching.primitive_batchers[_move_p] = _move_batch
 batching.primitive_batchers[_dot_p] = _dot_batch
 batching.primitive_batchers[_outer_p] = _outer_batch

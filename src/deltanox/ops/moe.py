@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ._dtypes import accumulator
-from ._grouped import block_dot
+from ._grouped import block_dot, move_rows
 from ._validate import require, require_array, shapes
 
 
@@ -93,13 +93,13 @@ def expert_mlp(
         chosen = jnp.where(keep, chosen, num_experts)
     layout = lay_out(chosen.reshape(-1), num_experts, block_size)
     blocks, rows = layout.source.shape
-    # an index past the end reads zeros
-    laid = tokens.at[layout.source // k].get(mode="fill", fill_value=0)
+    source, slot = layout.source.reshape(-1, 1), layout.slot
+    laid = move_rows(tokens, source // k, slot.reshape(-1, k)).reshape(blocks, rows, D)
     hidden = checkpoint_name(block_dot(laid, gate_up.astype(x.dtype), layout.group), "moe_hidden")
     hidden = jax.nn.silu(hidden[..., :inner]) * hidden[..., inner:]
     out = checkpoint_name(block_dot(hidden, down.astype(x.dtype), layout.group), "moe_out").reshape(blocks * rows, D)
     wide = accumulator(x.dtype)
-    out = out.at[layout.slot.reshape(-1, k)].get(mode="fill", fill_value=0).astype(wide)
+    out = move_rows(out, slot[:, None], source).reshape(-1, k, D).astype(wide)
     y = jnp.sum(out * weights.reshape(-1, k)[..., None].astype(wide), axis=1)
     return y.astype(x.dtype).reshape(*batch, D)
 
