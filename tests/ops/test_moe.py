@@ -128,6 +128,32 @@ def test_gradients_and_forward_mode(getkey):
         assert rel(a, b) < 1e-5
 
 
+def test_gradients_against_a_loop_over_experts(getkey):
+    """Experts without a row get zero, tokens that no expert takes too."""
+    x, _, weights, gate_up, down = draw(getkey(), 24, 2, 6, 6, 4)
+    experts = jnp.asarray([[4, 1], [1, 4]], jnp.int32)[jnp.arange(24) % 2]
+    mask = jnp.arange(24) % 5 != 2
+
+    def loop(x, weights, gate_up, down):
+        y = jnp.zeros_like(x)
+        for e in range(6):
+            gate, up = jnp.split(x @ gate_up[e].T, 2, axis=-1)
+            share = jnp.sum(jnp.where((experts == e) & mask[:, None], weights, 0.0), axis=1)
+            y = y + share[:, None] * ((jax.nn.silu(gate) * up) @ down[e].T)
+        return y
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(f):
+        return jax.grad(lambda *args: jnp.sum(f(*args) ** 2), (0, 1, 2, 3))(x, weights, gate_up, down)
+
+    got = gradients(lambda x, w, g, d: expert_mlp(x, experts, w, g, d, mask=mask))
+    for a, b in zip(got, gradients(loop)):
+        assert rel(a, b) < 1e-5
+    for matrices in got[2:]:
+        assert [bool(m.any()) for m in matrices] == [False, True, False, False, True, False]
+    assert not np.asarray(got[0])[~np.asarray(mask)].any()
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_batches_with_shared_and_with_own_matrices(getkey, shared):
     """vmap then grad, grad then vmap: gradients of shared matrices sum over the batch, per-example ones don't."""
