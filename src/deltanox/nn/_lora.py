@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,10 +18,13 @@ class LoRALinear(eqx.Module):
     """A linear layer without bias whose weight is W + (alpha / rank) · up down, W held fixed.
 
     It stands in the place of an `eqx.nn.Linear`: what takes `layer.weight` gets the sum, and gradients of it reach
-    `up` and `down` alone. A stacked layer's arrays have the stack's axes in front.
+    `up` and `down` alone. A stacked layer's arrays have the stack's axes in front. `Precision` keeps `up` and `down` in
+    float32, whatever the base is stored in.
 
     Source: arXiv:2106.09685.
     """
+
+    keep_float32: ClassVar[tuple[str, ...]] = ("up", "down")
 
     base: Float[Array, "*S O I"]
     up: Float[Array, "*S O rank"]
