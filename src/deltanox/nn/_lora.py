@@ -62,7 +62,7 @@ def add_lora(
 
     **Returns:** the model. Train `up` and `down`: `eqx.partition(model, lora_filter(model))` parts them from the rest.
 
-    **Raises:** `ValueError` for a rank below 1, or if no linear layer is chosen.
+    **Raises:** `ValueError` for a rank below 1, if no linear layer is chosen, or one with a bias.
     """
     require(rank >= 1, f"add_lora: `rank` must be at least 1, but it is {rank}")
     scale = 1.0 if alpha is None else alpha / rank
@@ -70,6 +70,11 @@ def add_lora(
     adapted = []
     for i, (path, node) in enumerate(nodes):
         if isinstance(node, eqx.nn.Linear) and where(jax.tree_util.keystr(path)):
+            require(
+                node.bias is None,
+                f"add_lora: `{jax.tree_util.keystr(path)}` has a bias, which would be lost: leave the layer out by "
+                "`where`",
+            )
             *stack, rows, columns = node.weight.shape
             down = jax.random.normal(jax.random.fold_in(key, i), (*stack, rank, columns), jnp.float32)
             up = jnp.zeros((*stack, rows, rank), jnp.float32)
