@@ -98,6 +98,7 @@ def test_layout_places_every_assignment_once(getkey):
             assert source[slot[a]] == a
             assert int(layout.group[slot[a] // 4]) == e
     assert np.sum(source < 53) == np.sum(np.asarray(groups) < 8)
+    assert np.all(np.diff(layout.group) >= 0)
 
 
 def dense(x, experts, weights, gate_up, down):
@@ -215,6 +216,11 @@ def test_the_accelerators_products_equal_the_loops(getkey):
     got, want = grouped._outer_ragged(a, x, group, num_groups=5), grouped.block_outer(a, x, group, num_groups=5)
     assert rel(got, want) < 1e-6
     assert np.all(np.asarray(want)[2] == 0)  # a group without blocks
+    group = jnp.sort(group)
+    want = grouped.block_dot(x, matrices, group)
+    assert rel(grouped._dot_ragged(x, matrices, group, flip=False, ordered=True), want) < 1e-6
+    want = grouped.block_outer(a, x, group, num_groups=5)
+    assert rel(grouped._outer_ragged(a, x, group, num_groups=5, ordered=True), want) < 1e-6
 
 
 @pytest.mark.parametrize("top_k", [0, 9])

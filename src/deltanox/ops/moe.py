@@ -1,5 +1,6 @@
 """Routing tokens to experts, and the experts' feed-forward parts as grouped products in which no token is dropped."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ._dtypes import accumulator
-from ._grouped import block_dot, move_rows
+from ._grouped import block_dot
+from ._moves import move_rows
 from ._validate import require, require_array, shapes
 
 
@@ -95,9 +97,10 @@ def expert_mlp(
     blocks, rows = layout.source.shape
     source, slot = layout.source.reshape(-1, 1), layout.slot
     laid = move_rows(tokens, source // k, slot.reshape(-1, k)).reshape(blocks, rows, D)
-    hidden = checkpoint_name(block_dot(laid, gate_up.astype(x.dtype), layout.group), "moe_hidden")
+    product = partial(block_dot, group=layout.group, ordered=True)
+    hidden = checkpoint_name(product(laid, gate_up.astype(x.dtype)), "moe_hidden")
     hidden = jax.nn.silu(hidden[..., :inner]) * hidden[..., inner:]
-    out = checkpoint_name(block_dot(hidden, down.astype(x.dtype), layout.group), "moe_out").reshape(blocks * rows, D)
+    out = checkpoint_name(product(hidden, down.astype(x.dtype)), "moe_out").reshape(blocks * rows, D)
     wide = accumulator(x.dtype)
     out = move_rows(out, slot[:, None], source).reshape(-1, k, D).astype(wide)
     y = jnp.sum(out * weights.reshape(-1, k)[..., None].astype(wide), axis=1)
@@ -107,8 +110,8 @@ def expert_mlp(
 class Layout(NamedTuple):
     """M assignments sorted into G blocks of R rows, each block of one group.
 
-    `source` [G R]: the assignment in each row, M where the row is empty; `group` [G]: the block's group, E where the
-    block is empty; `slot` [M]: the row of each assignment (block · R + row), G·R for one of no group.
+    `source` [G R]: the assignment in each row, M where the row is empty; `group` [G]: the block's group, never falling,
+    E where the block is empty; `slot` [M]: the row of each assignment (block · R + row), G·R for one of no group.
     """
 
     source: Int[Array, "G R"]
