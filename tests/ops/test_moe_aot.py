@@ -53,7 +53,7 @@ def check(report, size, tokens):
     return report
 
 
-@pytest.mark.parametrize("size, T, topology", [("tiny", 1, "v6e"), ("tiny", 7, "v5e"), ("many", 512, "tpu7x")])
+@pytest.mark.parametrize("size, T, topology", [("tiny", 1, "v6e"), ("tiny", 7, "v5e"), ("many", 64, "tpu7x")])
 def test_small(size, T, topology):
     """One token is a case of its own: libtpu aborts on the scatter that a gather's usual gradient is."""
     check(gradient(size, T, topology), size, T)
@@ -74,7 +74,7 @@ def test_tiny(T, topology):
 @pytest.mark.parametrize(
     "size, T, topology",
     [
-        ("80B-A3B", 1, "v5e"), ("80B-A3B", 8, "v6e"), ("35B-A3B", 1, "tpu7x"), ("35B-A3B", 8192, "v6e"),
+        ("80B-A3B", 1, "v5e"), ("80B-A3B", 8, "v6e"), ("35B-A3B", 1, "tpu7x"), ("35B-A3B", 512, "v6e"),
         ("122B-A10B", 8, "v6e"), ("397B-A17B", 8, "tpu7x"),
     ],
 )  # fmt: skip

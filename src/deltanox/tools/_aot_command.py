@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from deltanox.train import Batch, init_state, learning_rate_schedule, make_optimiser, make_step, read_config
-from deltanox.train._config import Config
+from deltanox.train._adapt import adapt
 from deltanox.train._loop import default_model
+from deltanox.train._settings import Config
 from deltanox.train._step import make_evaluation
 
 from . import aot
@@ -40,7 +41,7 @@ def compile_config(config: Config, *, topology: str = "tpu7x", what: str = "step
     """The report of one update of the training state ("step", with the state donated), or of the loss ("forward")."""
 
     def state(key):
-        model = config.precision.cast_parameters(default_model(config, key))
+        model = adapt(config.precision.cast_parameters(default_model(config, key)), config.lora, key=key)
         return init_state(model, lambda p: make_optimiser(config.optimiser, config.train.steps, p), key=key)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -56,7 +57,7 @@ def compile_config(config: Config, *, topology: str = "tpu7x", what: str = "step
         def forward(parameters: Any, static: Any, batch: Batch) -> Any:
             return make_evaluation(static, config.precision)(parameters, batch)
 
-        return aot.compile(forward, state.parameters, static, batch(), topology=topology)
+        return aot.compile(forward, state.arrays, static, batch(), topology=topology)
 
     schedule = learning_rate_schedule(config.optimiser, config.train.steps)
 

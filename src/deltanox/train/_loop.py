@@ -248,11 +248,12 @@ def _init(config: Config, make_model: Callable[[Config, jax.Array], Any]) -> tup
 
 
 def _parameters(state: TrainState) -> str:
-    def millions(tree: Any) -> str:
-        return f"{sum(x.size for x in jax.tree.leaves(tree)) / 1e6:.2f} M"
+    def count(tree: Any) -> str:
+        size = sum(x.size for x in jax.tree.leaves(tree))
+        return f"{size / 1e6:.2f} M" if size >= 1e5 else f"{size:,}"
 
-    trained = millions(state.parameters)
-    return f"{trained} parameters" if state.frozen is None else f"{trained} of {millions(state.arrays)} parameters"
+    trained = count(state.parameters)
+    return f"{trained} parameters" if state.frozen is None else f"{trained} of {count(state.arrays)} parameters"
 
 
 def _count(config: Config, step: int) -> int:
