@@ -35,6 +35,7 @@ _SECTIONS = {
     "train": TrainConfig,
     "lora": LoraConfig,
 }
+_OFTEN = ("data", "optimiser", "train")  # sections of every run
 _CHOICES = {"family": Family, "implementation": Implementation}
 
 
@@ -131,6 +132,9 @@ _FREE = frozenset(
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The settings that differ between two results of `config_to_dict` and matter to the parameters, as sentences."""
+    # a run of an earlier version lacks the settings that came later
+    added = {name: {field.name: field.default for field in dataclasses.fields(_SECTIONS[name])} for name in _OFTEN}
+    old = {**old, **{name: added[name] | old[name] for name in _OFTEN if name in old}}
     a, b = dict(_flatten(old)), dict(_flatten(new))
     missing = object()
     return [
