@@ -124,8 +124,9 @@ def train(
         position, first_step = DataPosition(*checkpoint.record["data"]["position"]), checkpoint.record["step"]
 
     epoch_steps = data.batches_per_epoch / config.train.accumulation
+    tokens = "" if vocabulary.text is None else f" ({data.corpus.num_tokens / 1e6:.2f} M tokens)"
     say(
-        f"{_parameters(state)}; {data.corpus.num_bytes / 1e6:.2f} MB of text for training "
+        f"{_parameters(state)}; {data.corpus.num_bytes / 1e6:.2f} MB of text{tokens} for training "
         f"in {len(data.corpus.sizes)} files, {held_out.num_bytes / 1e6:.2f} MB for validation in "
         f"{len(held_out.sizes)}; {config.train.steps} steps are {config.train.steps / epoch_steps:.2f} epochs; "
         f"{directory}"

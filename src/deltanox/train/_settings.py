@@ -24,7 +24,8 @@ def _check(section: str, values: Any, rules: Mapping[str, tuple[bool, str]]) -> 
 class DataConfig:
     """How text becomes batches.
 
-    - `tokenizer`: a tokenizer.json, or a folder with one, whose tokens the text is cut into; "" for bytes.
+    - `tokenizer`: a tokenizer.json, or a folder with one, whose tokens the text is cut into, special ones that stand in
+      the text included; "" for bytes.
     - `end_token`: the token that ends a document, as the tokenizer writes it; "" for the one that the files beside the
       tokenizer name.
     - `row_length`: tokens in a row, T.
