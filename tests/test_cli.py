@@ -164,4 +164,4 @@ def test_to_a_checkpoint_and_on_from_it(config, capsys):
     assert after < before
     Path("out/tokenizer.json").write_text("{}")
     assert main(["train", *other, "--from", "out"]) == 2
-    assert "`out` has a tokenizer.json, but text is read as bytes yet: give a model of bytes" in capsys.readouterr().err
+    assert "deltanox: tokenizer: `out/tokenizer.json` is no tokenizer: " in capsys.readouterr().err

@@ -14,6 +14,7 @@ class TinyConfig:
     width: int = 8
     rates: tuple[float, float] = (0.5, 0.9)
     tied: bool = False
+    bias: bool = True
 
 
 class TinyModel(eqx.Module):
@@ -25,7 +26,7 @@ class TinyModel(eqx.Module):
     def __init__(self, config, *, key):
         keys = jax.random.split(key, 3)
         self.embedding = 0.02 * jax.random.normal(keys[0], (config.vocab_size, config.width))
-        self.mix = eqx.nn.Linear(2 * config.width, config.width, key=keys[1])
+        self.mix = eqx.nn.Linear(2 * config.width, config.width, use_bias=config.bias, key=keys[1])
         self.head = None if config.tied else 0.02 * jax.random.normal(keys[2], (config.vocab_size, config.width))
         self.config = config
 
@@ -44,7 +45,8 @@ class TinyModel(eqx.Module):
             return sums, sums.reshape(-1)
 
         _, features = jax.lax.scan(step, jnp.zeros((2, x.shape[1]), x.dtype), (x, starts))
-        return jnp.tanh(features @ self.mix.weight.T + self.mix.bias[None]), None, None
+        y = features @ self.mix.weight.T
+        return jnp.tanh(y + self.mix.bias[None] if self.config.bias else y), None, None
 
 
 def make_tiny(config, key):

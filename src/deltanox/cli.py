@@ -54,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         "--from",
         dest="start",
         metavar="FOLDER",
-        help="begin with the weights of this Hugging Face checkpoint; its sizes take the place of the config's [model]",
+        help="begin with the weights of this Hugging Face checkpoint, whose sizes and tokenizer take the place of the "
+        "config's",
     )
     train.add_argument("--resume", metavar="DIR", help="go on with the run in this folder, from its newest checkpoint")
     train.set_defaults(run=_train)
@@ -168,17 +169,18 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from deltanox.generate import Sampler
-    from deltanox.interop import Text, load
-    from deltanox.train._sample import load_model, stream_text
+    from deltanox.interop import TOKENIZER, Text, load
+    from deltanox.train._sample import load_model, load_vocabulary, stream_text
 
     folder = Path(arguments.directory)
     sampler = Sampler(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
     options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed)
-    model = load(folder, mtp=False)[0] if (folder / "config.json").is_file() else load_model(folder)
-    if (folder / "tokenizer.json").is_file():
-        pieces = Text.of(folder).stream(model, arguments.prompt, **options)
+    if (folder / "config.json").is_file():
+        model = load(folder, mtp=False)[0]
+        text = Text.of(folder) if (folder / TOKENIZER).is_file() else None
     else:
-        pieces = stream_text(model, arguments.prompt, **options)  # bytes
+        model, text = load_model(folder), load_vocabulary(folder).text
+    pieces = (stream_text if text is None else text.stream)(model, arguments.prompt, **options)  # or bytes
     print(arguments.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -188,20 +190,24 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from deltanox.interop import load, save
-    from deltanox.train._sample import load_parameters
+    from deltanox.train import BYTES
+    from deltanox.train._sample import load_parameters, load_vocabulary
 
+    vocabulary = BYTES
     source, like = Path(arguments.source), arguments.like
     if (source / "config.json").is_file():
         model, config = load(source)
         like = source if like is None else like
     else:
         model, run = load_parameters(source)
-        config = run.model
+        config, vocabulary = run.model, load_vocabulary(source)
     if arguments.text_only:
         if arguments.like is not None:
             raise ValueError("convert: give --like or --text-only, not both: one takes the layout that the other drops")
         like = None
-    save(model, config, arguments.folder, like=like, dtype=arguments.dtype)
+    end = None if vocabulary.text is None else vocabulary.end
+    save(model, config, arguments.folder, like=like, dtype=arguments.dtype, end_token=end)
+    vocabulary.keep(Path(arguments.folder))
     return 0
 
 

@@ -186,6 +186,7 @@ def test_a_rotary_field_that_is_missing(name):
         ({"attention_bias": True}, "`attention_bias` must be False"),
         ({"attn_output_gate": False}, "`attn_output_gate` must be True"),
         ({"mlp_only_layers": [3]}, r"`mlp_only_layers` must be \[\], .* but it is \[3\]"),
+        ({"decoder_sparse_step": 2}, "`decoder_sparse_step` must be 1, the only way that these models compute, but it is 2"),
         ({"quantization_config": {"bits": 8}}, "`quantization_config` must be None"),
         ({"layer_types": ["full_attention"] * 23 + ["linear_attention"]}, "`layer_types` must name .* = 24 layers in equal"),
         ({"layer_types": ["linear_attention"] * 24}, "`layer_types` must name num_hidden_layers = 24 layers in equal periods"),

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import FIXTURES
 from deltanox.cli import main
 from deltanox.generate import GREEDY, generate
-from deltanox.interop import Text, load
+from deltanox.interop import Text, end_token, load
 
 END = 3
 
@@ -66,6 +66,24 @@ def test_tokens_that_end_a_text(folder):
     assert Text.of(folder).stop_tokens == (6,)
     write("generation_config.json", eos_token_id=[4, 5])
     assert Text.of(folder).stop_tokens == (4, 5)
+
+
+def test_the_token_that_ends_a_document(folder):
+    """The config's comes first: where a chat has an end of its own, `generation_config.json` lists that as well."""
+    tokenizer = Text.of(folder).tokenizer
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        path.write_text(json.dumps({k: x for k, x in json.loads(path.read_text()).items() if k != "eos_token_id"}))
+    assert end_token(folder, tokenizer) is None
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "[END]"}}))
+    assert end_token(folder, tokenizer) == END
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[PAD]"}))
+    assert end_token(folder, tokenizer) == 1
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert end_token(folder, tokenizer) == 5
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": {"eos_token_id": 7}}))
+    assert end_token(folder, tokenizer) == 7
 
 
 def test_on_the_command_line(folder, capsys):

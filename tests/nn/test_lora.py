@@ -85,3 +85,5 @@ def test_refusals(layer):
         add_lora(layer, 0, key=jax.random.key(0))
     with pytest.raises(ValueError, match="add_lora: there must be a linear layer to adapt, but `where` chooses none"):
         add_lora(layer, 2, where=lambda path: "q_proj" in path, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"add_lora: `\[0\]` has a bias, which would be lost: leave the layer out"):
+        add_lora([eqx.nn.Linear(2, 3, key=jax.random.key(0))], 1, key=jax.random.key(0))

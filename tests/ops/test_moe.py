@@ -98,6 +98,7 @@ def test_layout_places_every_assignment_once(getkey):
             assert source[slot[a]] == a
             assert int(layout.group[slot[a] // 4]) == e
     assert np.sum(source < 53) == np.sum(np.asarray(groups) < 8)
+    assert np.all(np.diff(layout.group) >= 0)
 
 
 def dense(x, experts, weights, gate_up, down):
@@ -126,6 +127,32 @@ def test_gradients_and_forward_mode(getkey):
 
     for a, b in zip(derivatives(expert_mlp), derivatives(dense)):
         assert rel(a, b) < 1e-5
+
+
+def test_gradients_against_a_loop_over_experts(getkey):
+    """Experts without a row get zero, tokens that no expert takes too."""
+    x, _, weights, gate_up, down = draw(getkey(), 24, 2, 6, 6, 4)
+    experts = jnp.asarray([[4, 1], [1, 4]], jnp.int32)[jnp.arange(24) % 2]
+    mask = jnp.arange(24) % 5 != 2
+
+    def loop(x, weights, gate_up, down):
+        y = jnp.zeros_like(x)
+        for e in range(6):
+            gate, up = jnp.split(x @ gate_up[e].T, 2, axis=-1)
+            share = jnp.sum(jnp.where((experts == e) & mask[:, None], weights, 0.0), axis=1)
+            y = y + share[:, None] * ((jax.nn.silu(gate) * up) @ down[e].T)
+        return y
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(f):
+        return jax.grad(lambda *args: jnp.sum(f(*args) ** 2), (0, 1, 2, 3))(x, weights, gate_up, down)
+
+    got = gradients(lambda x, w, g, d: expert_mlp(x, experts, w, g, d, mask=mask))
+    for a, b in zip(got, gradients(loop)):
+        assert rel(a, b) < 1e-5
+    for matrices in got[2:]:
+        assert [bool(m.any()) for m in matrices] == [False, True, False, False, True, False]
+    assert not np.asarray(got[0])[~np.asarray(mask)].any()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -189,6 +216,11 @@ def test_the_accelerators_products_equal_the_loops(getkey):
     got, want = grouped._outer_ragged(a, x, group, num_groups=5), grouped.block_outer(a, x, group, num_groups=5)
     assert rel(got, want) < 1e-6
     assert np.all(np.asarray(want)[2] == 0)  # a group without blocks
+    group = jnp.sort(group)
+    want = grouped.block_dot(x, matrices, group)
+    assert rel(grouped._dot_ragged(x, matrices, group, flip=False, ordered=True), want) < 1e-6
+    want = grouped.block_outer(a, x, group, num_groups=5)
+    assert rel(grouped._outer_ragged(a, x, group, num_groups=5, ordered=True), want) < 1e-6
 
 
 @pytest.mark.parametrize("top_k", [0, 9])

@@ -297,6 +297,17 @@ def test_command_step(config, capsys):
     assert "kernels   none" in out
 
 
+@needs_libtpu
+@pytest.mark.slow
+def test_command_step_of_low_rank_changes(config, capsys):
+    """Their step holds no moments of the weights."""
+    arguments = []
+    for change in ([], ["--set", "lora.rank=1"]):
+        assert main(["aot", config, "--json", *change]) == 0
+        arguments.append(json.loads(capsys.readouterr().out)["argument_bytes"])
+    assert arguments[1] < arguments[0] / 1.5
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

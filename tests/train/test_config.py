@@ -137,4 +137,6 @@ def test_differences_that_matter(path):
     same = config_to_dict(read_config(path, ["train.checkpoint_every=7", "train.directory=x"], model_type=TinyConfig))
     new = config_to_dict(read_config(path, ["train.steps=70", "model.width=3"], model_type=TinyConfig))
     assert differences(old, same) == []
+    earlier = {**old, "data": {name: x for name, x in old["data"].items() if name != "tokenizer"}}
+    assert differences(earlier, same) == []
     assert differences(old, new) == ["model.width was 16 and is 3", "train.steps was 60 and is 70"]

@@ -62,7 +62,7 @@ def steps(directory):
 def test_a_run_leaves_log_picture_checkpoints_and_figures(tmp_path, text):
     sampled = []
     config = tiny_config(tmp_path / "run", validate_every=10, steps=60, checkpoint_every=25, validation_batches=1)
-    result, said = run(config, text, sample=lambda model, config, key: sampled.append(model) or "sample!")
+    result, said = run(config, text, sample=lambda model, config, vocabulary, key: sampled.append(model) or "sample!")
     records = steps(result.directory)
     assert [record["step"] for record in records] == list(range(1, 61))
     assert records[0]["bits_per_byte"] == pytest.approx(np.log2(257), rel=0.05)
@@ -279,10 +279,10 @@ def test_several_steps_a_call(tmp_path, text):
 
 def test_the_device_is_not_waited_for_at_each_step(tmp_path, text, monkeypatch):
     """When a step is dispatched, the metrics of the two before it have not been asked for yet."""
-    from deltanox.train import _loop
+    from deltanox.train import _report
 
     events = []
-    push, read = _loop._Report.push, _loop._Report._read
+    push, read = _report.Report.push, _report.Report._read
 
     def pushed(self, step, count, metrics):
         events.append(("dispatched", step))
@@ -292,8 +292,8 @@ def test_the_device_is_not_waited_for_at_each_step(tmp_path, text, monkeypatch):
         events.append(("read", self.pending[0][0]))
         read(self)
 
-    monkeypatch.setattr(_loop._Report, "push", pushed)
-    monkeypatch.setattr(_loop._Report, "_read", reading)
+    monkeypatch.setattr(_report.Report, "push", pushed)
+    monkeypatch.setattr(_report.Report, "_read", reading)
     run(tiny_config(tmp_path / "run", steps=9, checkpoint_every=0), text)
     assert events.index(("dispatched", 7)) < events.index(("read", 5)) < events.index(("dispatched", 8))
     assert events[-2:] == [("read", 8), ("read", 9)]

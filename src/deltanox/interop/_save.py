@@ -45,6 +45,7 @@ def save(
     *,
     like: str | Path | None = None,
     dtype: DTypeLike | None = None,
+    end_token: int | None = None,
     shard_bytes: int = 2 * 2**30,
 ) -> None:
     """Write a model as a Hugging Face checkpoint, which transformers and `load` read.
@@ -56,7 +57,8 @@ def save(
     byte by byte then.
 
     **Arguments:** `model`, `config`: as from `load`; `folder`: made, must be empty; `like`: see above; `dtype`: of the
-    weights, but for those that stay float32; `shard_bytes`: of a file, which is what the host holds at a time.
+    weights, but for those that stay float32; `end_token`: number of the token that ends a text, for a `config.json`
+    that isn't taken from `like`; `shard_bytes`: of a file, which is what the host holds at a time.
 
     **Raises:** `ValueError` for a folder that isn't empty, a model that isn't of the config, a `like` of another model.
     """
@@ -70,6 +72,7 @@ def save(
     if like is None:
         source, names, layout = None, Names(), Layout.of_config(config)
         written = config_to_hf(config, dtype=jnp.dtype(model.embedding.dtype if dtype is None else dtype).name)
+        written |= {} if end_token is None else {"eos_token_id": end_token}
     else:
         source = Checkpoint(Path(like))
         names, layout = Names.of(source.tensors, like), Layout.of_names(source.tensors)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,10 +18,13 @@ class LoRALinear(eqx.Module):
     """A linear layer without bias whose weight is W + (alpha / rank) · up down, W held fixed.
 
     It stands in the place of an `eqx.nn.Linear`: what takes `layer.weight` gets the sum, and gradients of it reach
-    `up` and `down` alone. A stacked layer's arrays have the stack's axes in front.
+    `up` and `down` alone. A stacked layer's arrays have the stack's axes in front. `Precision` keeps `up` and `down` in
+    float32, whatever the base is stored in.
 
     Source: arXiv:2106.09685.
     """
+
+    keep_float32: ClassVar[tuple[str, ...]] = ("up", "down")
 
     base: Float[Array, "*S O I"]
     up: Float[Array, "*S O rank"]
@@ -59,7 +62,7 @@ def add_lora(
 
     **Returns:** the model. Train `up` and `down`: `eqx.partition(model, lora_filter(model))` parts them from the rest.
 
-    **Raises:** `ValueError` for a rank below 1, or if no linear layer is chosen.
+    **Raises:** `ValueError` for a rank below 1, if no linear layer is chosen, or one with a bias.
     """
     require(rank >= 1, f"add_lora: `rank` must be at least 1, but it is {rank}")
     scale = 1.0 if alpha is None else alpha / rank
@@ -67,6 +70,11 @@ def add_lora(
     adapted = []
     for i, (path, node) in enumerate(nodes):
         if isinstance(node, eqx.nn.Linear) and where(jax.tree_util.keystr(path)):
+            require(
+                node.bias is None,
+                f"add_lora: `{jax.tree_util.keystr(path)}` has a bias, which would be lost: leave the layer out by "
+                "`where`",
+            )
             *stack, rows, columns = node.weight.shape
             down = jax.random.normal(jax.random.fold_in(key, i), (*stack, rank, columns), jnp.float32)
             up = jnp.zeros((*stack, rows, rank), jnp.float32)

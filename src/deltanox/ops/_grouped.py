@@ -22,28 +22,38 @@ _ACCELERATORS = ("tpu", "cuda", "rocm")
 
 
 def block_dot(
-    x: Float[Array, "G R in"], matrices: Float[Array, "E O I"], group: Int[Array, "G"], *, flip: bool = False
+    x: Float[Array, "G R in"],
+    matrices: Float[Array, "E O I"],
+    group: Int[Array, "G"],
+    *,
+    flip: bool = False,
+    ordered: bool = False,
 ) -> Float[Array, "G R out"]:
     """y_g = x_g M[group_g]ᵀ, or x_g M[group_g] with `flip` (x's features are I and y's O, or the reverse); zero where
-    group_g ≥ E."""
-    return _block_dot(*alike((x, matrices, group)), flip=flip)
+    group_g ≥ E. `ordered` says that groups don't fall: rows are then not moved for `ragged_dot`."""
+    return _block_dot(*alike((x, matrices, group)), flip=flip, ordered=ordered)
 
 
 def block_outer(
-    a: Float[Array, "G R O"], b: Float[Array, "G R I"], group: Int[Array, "G"], *, num_groups: int
+    a: Float[Array, "G R O"],
+    b: Float[Array, "G R I"],
+    group: Int[Array, "G"],
+    *,
+    num_groups: int,
+    ordered: bool = False,
 ) -> Float[Array, "E O I"]:
     """M_e = Σ over the blocks g of group e of a_gᵀ b_g; blocks with group_g ≥ E are left out."""
-    return _block_outer(*alike((a, b, group)), num_groups=num_groups)
+    return _block_outer(*alike((a, b, group)), num_groups=num_groups, ordered=ordered)
 
 
-@partial(jax.jit, static_argnames="flip")
-def _block_dot(x, matrices, group, *, flip):
-    return _dot_p.bind(x, matrices, group, flip=flip)
+@partial(jax.jit, static_argnames=("flip", "ordered"))
+def _block_dot(x, matrices, group, *, flip, ordered):
+    return _dot_p.bind(x, matrices, group, flip=flip, ordered=ordered)
 
 
-@partial(jax.jit, static_argnames="num_groups")
-def _block_outer(a, b, group, *, num_groups):
-    return _outer_p.bind(a, b, group, num_groups=num_groups)
+@partial(jax.jit, static_argnames=("num_groups", "ordered"))
+def _block_outer(a, b, group, *, num_groups, ordered):
+    return _outer_p.bind(a, b, group, num_groups=num_groups, ordered=ordered)
 
 
 _dot_p, _outer_p = Primitive("block_dot"), Primitive("block_outer")
@@ -52,20 +62,21 @@ _outer_p.def_impl(_block_outer)
 
 
 @_dot_p.def_abstract_eval
-def _(x, matrices, group, *, flip):
+def _(x, matrices, group, *, flip, ordered):
     blocks, rows, _ = x.shape
     return x.update(shape=(blocks, rows, matrices.shape[2 if flip else 1]), weak_type=False)
 
 
 @_outer_p.def_abstract_eval
-def _(a, b, group, *, num_groups):
+def _(a, b, group, *, num_groups, ordered):
     return a.update(shape=(num_groups, a.shape[-1], b.shape[-1]), weak_type=False)
 
 
 # Computed block by block: CPU and anything unknown --------------------
 
 
-def _dot_loop(x, matrices, group, *, flip):
+def _dot_loop(x, matrices, group, *, flip, ordered):
+    del ordered
     dims = (((1,), (0 if flip else 1,)), ((), ()))
     out_size = matrices.shape[2 if flip else 1]
 
@@ -85,7 +96,8 @@ def _dot_loop(x, matrices, group, *, flip):
     return jax.lax.fori_loop(0, x.shape[0], one, zeros(*x.shape[:2], out_size))
 
 
-def _outer_loop(a, b, group, *, num_groups):
+def _outer_loop(a, b, group, *, num_groups, ordered):
+    del ordered
     wide = accumulator(a.dtype)
 
     def one(g, out):
@@ -106,36 +118,41 @@ def _outer_loop(a, b, group, *, num_groups):
 # Computed by ragged_dot on blocks sorted by group: TPU and GPU --------------------
 
 
-def _sorted_rows(group, num_groups, rows):
-    order = jnp.argsort(group)
-    sizes = rows * jnp.sum(group[:, None] == jnp.arange(num_groups, dtype=group.dtype)[None], axis=0, dtype=jnp.int32)
-    return order, sizes
+def _sizes(group, num_groups, rows):
+    return rows * jnp.sum(group[:, None] == jnp.arange(num_groups, dtype=group.dtype)[None], axis=0, dtype=jnp.int32)
 
 
-def _dot_ragged(x, matrices, group, *, flip):
-    blocks, rows, size = x.shape
-    order, sizes = _sorted_rows(group, matrices.shape[0], rows)
+def _rows(x, order):
+    return (x if order is None else x[order]).reshape(x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _dot_ragged(x, matrices, group, *, flip, ordered=False):
+    blocks, rows = x.shape[:2]
+    order = None if ordered else jnp.argsort(group)
     dims = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (1 if flip else 2,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
     y = jax.lax.ragged_dot_general(
-        x[order].reshape(blocks * rows, size), matrices, sizes, dims, preferred_element_type=accumulator(x.dtype)
-    )
-    y = y.astype(x.dtype).reshape(blocks, rows, -1)[jnp.argsort(order)]
+        _rows(x, order), matrices, _sizes(group, matrices.shape[0], rows), dims,
+        preferred_element_type=accumulator(x.dtype),
+    )  # fmt: skip
+    y = y.astype(x.dtype).reshape(blocks, rows, -1)
+    y = y if order is None else y[jnp.argsort(order)]
     # rows after the last group's hold whatever the platform left there
     return jnp.where((group < matrices.shape[0])[:, None, None], y, jnp.zeros((), x.dtype))
 
 
-def _outer_ragged(a, b, group, *, num_groups):
-    blocks, rows = a.shape[:2]
-    order, sizes = _sorted_rows(group, num_groups, rows)
+def _outer_ragged(a, b, group, *, num_groups, ordered=False):
+    order = None if ordered else jnp.argsort(group)
     dims = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    a, b = (z[order].reshape(blocks * rows, -1) for z in (a, b))
-    return jax.lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=accumulator(a.dtype)).astype(a.dtype)
+    sizes = _sizes(group, num_groups, a.shape[1])
+    wide = accumulator(a.dtype)
+    y = jax.lax.ragged_dot_general(_rows(a, order), _rows(b, order), sizes, dims, preferred_element_type=wide)
+    return y.astype(a.dtype)
 
 
 mlir.register_lowering(_dot_p, mlir.lower_fun(_dot_loop, multiple_results=False))
@@ -164,22 +181,22 @@ ad.primitive_jvps[_dot_p] = partial(_bilinear_jvp, block_dot)
 ad.primitive_jvps[_outer_p] = partial(_bilinear_jvp, block_outer)
 
 
-def _dot_transpose(ct, x, matrices, group, *, flip):
+def _dot_transpose(ct, x, matrices, group, *, flip, ordered):
     if isinstance(ct, ad.Zero):
         return None, None, None
     if ad.is_undefined_primal(x):
-        return block_dot(ct, matrices, group, flip=not flip), None, None
+        return block_dot(ct, matrices, group, flip=not flip, ordered=ordered), None, None
     num_groups = matrices.aval.shape[0]
     left, right = (x, ct) if flip else (ct, x)
-    return None, block_outer(left, right, group, num_groups=num_groups), None
+    return None, block_outer(left, right, group, num_groups=num_groups, ordered=ordered), None
 
 
-def _outer_transpose(ct, a, b, group, *, num_groups):
+def _outer_transpose(ct, a, b, group, *, num_groups, ordered):
     if isinstance(ct, ad.Zero):
         return None, None, None
     if ad.is_undefined_primal(a):
-        return block_dot(b, ct, group), None, None
-    return None, block_dot(a, ct, group, flip=True), None
+        return block_dot(b, ct, group, ordered=ordered), None, None
+    return None, block_dot(a, ct, group, flip=True, ordered=ordered), None
 
 
 ad.primitive_transposes[_dot_p] = _dot_transpose
@@ -189,45 +206,47 @@ ad.primitive_transposes[_outer_p] = _outer_transpose
 # Batches: more blocks, and more groups where the matrices differ as well --------------------
 
 
-def _in_front(size, x, axis):
+def in_front(size, x, axis):
     if axis is None:
         return jnp.broadcast_to(x[None], (size, *x.shape))
     return jnp.moveaxis(x, axis, 0)
 
 
-def _fold(x):
+def fold(x):
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _groups_of_each(group, num_groups):
-    """Numbers 0 ... B·E - 1 for groups [B G] that aren't shared; B·E for none."""
-    size = group.shape[0]
-    own = group + num_groups * jnp.arange(size, dtype=group.dtype)[:, None]
-    return _fold(jnp.where(group < num_groups, own, num_groups * size))
+def numbers_of_each(number, count):
+    """0 ... B·count - 1 for numbers [B ...] below `count` that aren't shared; B·count for none."""
+    size = number.shape[0]
+    first = count * jnp.arange(size, dtype=number.dtype).reshape(size, *[1] * (number.ndim - 1))
+    return fold(jnp.where(number < count, number + first, count * size))
 
 
-def _batch_size(args, axes):
+def batch_size(args, axes):
     return next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
 
 
-def _dot_batch(args, axes, *, flip):
-    size = _batch_size(args, axes)
+def _dot_batch(args, axes, *, flip, ordered):
+    size = batch_size(args, axes)
     x, matrices, group = args
-    x, group = _in_front(size, x, axes[0]), _in_front(size, group, axes[2])
+    x, group = in_front(size, x, axes[0]), in_front(size, group, axes[2])
     if axes[1] is None:
-        group = _fold(group)
+        group = fold(group)
     else:
         matrices = jnp.moveaxis(matrices, axes[1], 0)
-        group = _groups_of_each(group, matrices.shape[1])
-        matrices = _fold(matrices)
-    y = block_dot(_fold(x), matrices, group, flip=flip)
+        group = numbers_of_each(group, matrices.shape[1])
+        matrices = fold(matrices)
+    y = block_dot(fold(x), matrices, group, flip=flip, ordered=ordered and size == 1)
     return y.reshape(*x.shape[:2], *y.shape[1:]), 0
 
 
-def _outer_batch(args, axes, *, num_groups):
-    size = _batch_size(args, axes)
-    a, b, group = (_in_front(size, x, axis) for x, axis in zip(args, axes))
-    out = block_outer(_fold(a), _fold(b), _groups_of_each(group, num_groups), num_groups=num_groups * size)
+def _outer_batch(args, axes, *, num_groups, ordered):
+    size = batch_size(args, axes)
+    a, b, group = (in_front(size, x, axis) for x, axis in zip(args, axes))
+    group = numbers_of_each(group, num_groups)
+    ordered = ordered and size == 1
+    out = block_outer(fold(a), fold(b), group, num_groups=num_groups * size, ordered=ordered)
     return out.reshape(size, num_groups, *out.shape[1:]), 0
 
 

@@ -1,5 +1,6 @@
 """Routing tokens to experts, and the experts' feed-forward parts as grouped products in which no token is dropped."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ._dtypes import accumulator
 from ._grouped import block_dot
+from ._moves import move_rows
 from ._validate import require, require_array, shapes
 
 
@@ -93,13 +95,14 @@ def expert_mlp(
         chosen = jnp.where(keep, chosen, num_experts)
     layout = lay_out(chosen.reshape(-1), num_experts, block_size)
     blocks, rows = layout.source.shape
-    # an index past the end reads zeros
-    laid = tokens.at[layout.source // k].get(mode="fill", fill_value=0)
-    hidden = checkpoint_name(block_dot(laid, gate_up.astype(x.dtype), layout.group), "moe_hidden")
+    source, slot = layout.source.reshape(-1, 1), layout.slot
+    laid = move_rows(tokens, source // k, slot.reshape(-1, k)).reshape(blocks, rows, D)
+    product = partial(block_dot, group=layout.group, ordered=True)
+    hidden = checkpoint_name(product(laid, gate_up.astype(x.dtype)), "moe_hidden")
     hidden = jax.nn.silu(hidden[..., :inner]) * hidden[..., inner:]
-    out = checkpoint_name(block_dot(hidden, down.astype(x.dtype), layout.group), "moe_out").reshape(blocks * rows, D)
+    out = checkpoint_name(product(hidden, down.astype(x.dtype)), "moe_out").reshape(blocks * rows, D)
     wide = accumulator(x.dtype)
-    out = out.at[layout.slot.reshape(-1, k)].get(mode="fill", fill_value=0).astype(wide)
+    out = move_rows(out, slot[:, None], source).reshape(-1, k, D).astype(wide)
     y = jnp.sum(out * weights.reshape(-1, k)[..., None].astype(wide), axis=1)
     return y.astype(x.dtype).reshape(*batch, D)
 
@@ -107,8 +110,8 @@ def expert_mlp(
 class Layout(NamedTuple):
     """M assignments sorted into G blocks of R rows, each block of one group.
 
-    `source` [G R]: the assignment in each row, M where the row is empty; `group` [G]: the block's group, E where the
-    block is empty; `slot` [M]: the row of each assignment (block · R + row), G·R for one of no group.
+    `source` [G R]: the assignment in each row, M where the row is empty; `group` [G]: the block's group, never falling,
+    E where the block is empty; `slot` [M]: the row of each assignment (block · R + row), G·R for one of no group.
     """
 
     source: Int[Array, "G R"]

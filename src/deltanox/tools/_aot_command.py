@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from deltanox.train import Batch, init_state, learning_rate_schedule, make_optimiser, make_step, read_config
-from deltanox.train._config import Config
+from deltanox.train._adapt import adapt
 from deltanox.train._loop import default_model
+from deltanox.train._settings import Config
 from deltanox.train._step import make_evaluation
 
 from . import aot
@@ -47,7 +48,7 @@ def program(config: Config, *, what: str = "step") -> tuple[Callable[..., Any], 
     """A function, its arguments (arrays as structs), and which of these it may overwrite."""
 
     def state(key):
-        model = config.precision.cast_parameters(default_model(config, key))
+        model = adapt(config.precision.cast_parameters(default_model(config, key)), config.lora, key=key)
         return init_state(model, lambda p: make_optimiser(config.optimiser, config.train.steps, p), key=key)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -63,7 +64,7 @@ def program(config: Config, *, what: str = "step") -> tuple[Callable[..., Any], 
         def forward(parameters: Any, static: Any, batch: Batch) -> Any:
             return make_evaluation(static, config.precision)(parameters, batch)
 
-        return forward, (state.parameters, static, batch()), ()
+        return forward, (state.arrays, static, batch()), ()
 
     schedule = learning_rate_schedule(config.optimiser, config.train.steps)
 

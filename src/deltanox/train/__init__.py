@@ -11,33 +11,25 @@ from deltanox.train._checkpoint import (
     save_checkpoint as save_checkpoint,
 )
 from deltanox.train._config import (
-    Config as Config,
-    DataConfig as DataConfig,
-    OptimiserConfig as OptimiserConfig,
-    TrainConfig as TrainConfig,
     config_from_dict as config_from_dict,
     config_to_dict as config_to_dict,
     read_config as read_config,
 )
 from deltanox.train._data import (
-    BOUNDARY as BOUNDARY,
-    VOCABULARY_SIZE as VOCABULARY_SIZE,
     Batch as Batch,
+    Corpus as Corpus,
     DataPosition as DataPosition,
-    Document as Document,
     TrainingData as TrainingData,
-    encode as encode,
+    validation_batches as validation_batches,
+)
+from deltanox.train._documents import (
+    Document as Document,
     read_documents as read_documents,
     split_documents as split_documents,
     standard_library as standard_library,
-    validation_batches as validation_batches,
 )
 from deltanox.train._log import read_log as read_log
-from deltanox.train._loop import (
-    Result as Result,
-    TrainingDiverged as TrainingDiverged,
-    train as train,
-)
+from deltanox.train._loop import Result as Result, train as train
 from deltanox.train._loss import (
     LossSums as LossSums,
     next_token_loss as next_token_loss,
@@ -48,6 +40,14 @@ from deltanox.train._optimiser import (
     make_optimiser as make_optimiser,
 )
 from deltanox.train._plot import plot_losses as plot_losses
+from deltanox.train._report import TrainingDiverged as TrainingDiverged
+from deltanox.train._settings import (
+    Config as Config,
+    DataConfig as DataConfig,
+    LoraConfig as LoraConfig,
+    OptimiserConfig as OptimiserConfig,
+    TrainConfig as TrainConfig,
+)
 from deltanox.train._step import (
     Metrics as Metrics,
     TrainState as TrainState,
@@ -55,4 +55,12 @@ from deltanox.train._step import (
     make_evaluation as make_evaluation,
     make_step as make_step,
     repeat_step as repeat_step,
+)
+from deltanox.train._vocabulary import (
+    BOUNDARY as BOUNDARY,
+    BYTES as BYTES,
+    VOCABULARY_SIZE as VOCABULARY_SIZE,
+    Vocabulary as Vocabulary,
+    encode as encode,
+    read_vocabulary as read_vocabulary,
 )

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deltanox.train._data import BOUNDARY, VOCABULARY_SIZE, Document
+from deltanox.train._documents import Document
+from deltanox.train._vocabulary import BOUNDARY, VOCABULARY_SIZE
 
 
 def num_bytes(documents: Sequence[Document]) -> int:

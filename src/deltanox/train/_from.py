@@ -7,34 +7,39 @@ from typing import Any
 
 import jax
 
-from deltanox.interop import config_from_hf, load, read_json
+from deltanox.interop import TOKENIZER, config_from_hf, load, read_json
 from deltanox.models import Qwen3NextConfig
-from deltanox.train._config import Config
+from deltanox.train._settings import Config
+from deltanox.train._vocabulary import BOUNDARY, VOCABULARY_SIZE
 
 
 def start_from(folder: str | Path, config: Config) -> tuple[Config, Callable[[Config, jax.Array], Any]]:
     """A run's config with the sizes of the Hugging Face checkpoint in `folder`, and what makes its model: for `train`.
 
-    All weights are trained; the head for one token further, which the loss doesn't reach, is left out.
+    The checkpoint's tokenizer, if it has one, takes the place of the config's. The head for one token further, which
+    the loss doesn't reach, is left out.
 
-    **Raises:** `ValueError` for a checkpoint that `load` refuses, or one with a tokenizer: a run's text is bytes, which
-    mean other tokens to such a model.
+    **Raises:** `ValueError` for a checkpoint that `load` refuses, or one of tokens without a tokenizer.
     """
     folder = Path(folder)
-    if (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"train: `{folder}` has a tokenizer.json, but text is read as bytes yet: give a model of bytes, such as a "
-            "run of `deltanox train` after `deltanox convert`"
-        )
     sizes = config_from_hf(read_json(folder))
+    data = config.data
+    if (folder / TOKENIZER).is_file():
+        data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
+    elif not data.tokenizer and not VOCABULARY_SIZE <= sizes.vocab_size <= 2 * BOUNDARY:
+        raise ValueError(
+            f"train: `{folder}` has no {TOKENIZER}, and its vocabulary of {sizes.vocab_size} is not that of bytes "
+            f"({VOCABULARY_SIZE}): add the release's {TOKENIZER}, or set data.tokenizer"
+        )
     family = "qwen3_next" if isinstance(sizes, Qwen3NextConfig) else "qwen3_5"
 
     def make_model(config: Config, key: jax.Array) -> Any:
         del key
         model, _ = load(
             folder, mtp=False, dtype=config.precision.parameter, implementation=config.implementation,
-            state_dtype=config.precision.state, unroll=config.train.unroll,
+            state_dtype=config.precision.state, decay_dtype=config.precision.decay,
+            strict_hf_rounding=config.precision.strict_hf_rounding, unroll=config.train.unroll,
         )  # fmt: skip
         return model
 
-    return dataclasses.replace(config, model=sizes, family=family), make_model
+    return dataclasses.replace(config, model=sizes, family=family, data=data), make_model

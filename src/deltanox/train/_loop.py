@@ -3,41 +3,40 @@
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from deltanox.train._baselines import gzip_bits_per_byte, markov_bits_per_byte, num_bytes
-from deltanox.train._checkpoint import Checkpoint, find_checkpoint, load_arrays, save_checkpoint
-from deltanox.train._config import Config, config_to_dict, differences
-from deltanox.train._data import (
-    Batch,
-    DataPosition,
-    Document,
-    TrainingData,
-    fingerprint,
-    read_documents,
-    split_documents,
-    standard_library,
-    validation_batches,
+from deltanox.nn import merge_lora
+from deltanox.train._adapt import adapt
+from deltanox.train._baselines import gzip_bits_per_byte, markov_bits_per_byte
+from deltanox.train._checkpoint import Checkpoint, load_arrays, save_checkpoint
+from deltanox.train._config import config_to_dict, differences
+from deltanox.train._data import Batch, Corpus, DataPosition, TrainingData, validation_batches
+from deltanox.train._documents import Document, fingerprint, read_documents, split_documents, standard_library
+from deltanox.train._folder import (
+    TOKENIZER,
+    find_run,
+    load_frozen,
+    new_directory,
+    run_vocabulary,
+    save_frozen,
 )
 from deltanox.train._log import Log, read_log
 from deltanox.train._optimiser import learning_rate_schedule, make_optimiser
 from deltanox.train._plot import plot_losses
-from deltanox.train._step import Metrics, init_state, make_evaluation, make_step, repeat_step
+from deltanox.train._report import Report
+from deltanox.train._settings import Config
+from deltanox.train._step import TrainState, init_state, make_evaluation, make_step, repeat_step
+from deltanox.train._vocabulary import Vocabulary
 
-# Calls whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the
-# queue, and the batches in it, would grow without limit.
-_LAG = 2
-
-
-class TrainingDiverged(RuntimeError):
-    """The loss or the gradient is not a finite number; the message says at which step and what is left."""
+# The Markov model counts this much text, in 24 times the memory.
+_MARKOV_BYTES = 50_000_000
 
 
 class Result(NamedTuple):
@@ -74,7 +73,7 @@ def train(
     resume: str | Path | None = None,
     name: str = "run",
     make_model: Callable[[Config, jax.Array], Any] = default_model,
-    sample: Callable[[Any, Config, jax.Array], str] | None = None,
+    sample: Callable[[Any, Config, Vocabulary, jax.Array], str] | None = None,
     say: Callable[[str], None] = print,
     progress: bool = True,
 ) -> Result:
@@ -88,14 +87,14 @@ def train(
       run that was never stopped (same machine, same versions).
     - `name`: of the folder under `runs/`, where the config gives no directory.
     - `make_model`: `(config, key) -> model`, another model than the config's own.
-    - `sample`: `(model, config, key) -> text`, called at the end.
+    - `sample`: `(model, config, vocabulary, key) -> text`, called at the end.
     - `say`: where sentences go. `progress`: whether there is a bar.
 
     **Returns**: a `Result`.
 
-    **Raises**: `ValueError` for what does not fit together (text, config, checkpoint); `TrainingDiverged`.
+    **Raises**: `ValueError` for what does not fit together (text, tokenizer, config, checkpoint); `TrainingDiverged`.
     """
-    checkpoint = None if resume is None else _find(resume)
+    checkpoint = None if resume is None else find_run(resume)
     if checkpoint is not None:
         changed = differences(checkpoint.record["config"], config_to_dict(config))
         if changed:
@@ -104,60 +103,54 @@ def train(
                 "with the config it was written with, or start a new run"
             )
         text = text or checkpoint.record["data"]["text"]
-    documents = read_documents(text) if text else standard_library()
-    training, validation = split_documents(
-        documents, config.data.validation_fraction, config.data.validation_bytes or None
-    )
-    text_hash = fingerprint(documents)
-    if checkpoint is not None and checkpoint.record["data"]["fingerprint"] != text_hash:
-        raise ValueError(
-            f"checkpoint: `{checkpoint.folder}` was written on other text than what is under "
-            f"{', '.join(map(str, text)) or 'the standard library'} now; give that text with --text, or start a new run"
-        )
-    directory = _directory(config, name) if checkpoint is None else checkpoint.folder.parent.parent
+    vocabulary = run_vocabulary(config, checkpoint)
+    training, validation, text_hash = _read(config, text, checkpoint)
+    directory = new_directory(config, name) if checkpoint is None else checkpoint.folder.parent.parent
     directory.mkdir(parents=True, exist_ok=True)
 
-    data = TrainingData(training, config.data.row_length, config.data.batch_size, config.data.seed)
-    key, model_key = jax.random.split(jax.random.key(config.train.seed))
-    model = config.precision.cast_parameters(make_model(config, model_key))
-    state, static, optimiser = init_state(
-        model, lambda parameters: make_optimiser(config.optimiser, config.train.steps, parameters), key=key
-    )
-    del model
-    position, first_step = DataPosition(), 0
-    if checkpoint is not None:
-        state = load_arrays(checkpoint, state)
-        position, first_step = DataPosition(*checkpoint.record["data"]["position"]), checkpoint.record["step"]
-
-    size = sum(x.size for x in jax.tree.leaves(state.parameters))
-    epoch_steps = data.batches_per_epoch / config.train.accumulation
-    say(
-        f"{size / 1e6:.2f} M parameters; {num_bytes(training) / 1e6:.2f} MB of text for training "
-        f"in {len(training)} files, {num_bytes(validation) / 1e6:.2f} MB for validation in {len(validation)}; "
-        f"{config.train.steps} steps are {config.train.steps / epoch_steps:.2f} epochs; {directory}"
-    )
     baselines = {
         "gzip -9": gzip_bits_per_byte(validation),
-        "Markov, order 2": markov_bits_per_byte(training, validation),
+        "Markov, order 2": markov_bits_per_byte(_beginning(training), validation),
     }
+    held_out = Corpus(validation, vocabulary)
+    data = TrainingData(
+        Corpus(_forgetting(training), vocabulary), config.data.row_length, config.data.batch_size, config.data.seed
+    )
+    state, static, optimiser = _init(config, make_model)
+    position, first_step = DataPosition(), 0
+    if checkpoint is not None:
+        frozen = load_frozen(checkpoint, state.frozen)
+        state = load_arrays(checkpoint, state._replace(frozen=None))._replace(frozen=frozen)
+        position, first_step = DataPosition(*checkpoint.record["data"]["position"]), checkpoint.record["step"]
+
+    epoch_steps = data.batches_per_epoch / config.train.accumulation
+    tokens = "" if vocabulary.text is None else f" ({data.corpus.num_tokens / 1e6:.2f} M tokens)"
+    say(
+        f"{_parameters(state)}; {data.corpus.num_bytes / 1e6:.2f} MB of text{tokens} for training "
+        f"in {len(data.corpus.sizes)} files, {held_out.num_bytes / 1e6:.2f} MB for validation in "
+        f"{len(held_out.sizes)}; {config.train.steps} steps are {config.train.steps / epoch_steps:.2f} epochs; "
+        f"{directory}"
+    )
+    record: dict[str, Any] = {"config": config_to_dict(config)}
+    in_data: dict[str, Any] = {"fingerprint": text_hash, "text": [str(Path(path).resolve()) for path in text]}
+    if vocabulary.text is not None:
+        in_data["tokenizer"] = {"sha256": vocabulary.sha256, "end": vocabulary.end}
+    if checkpoint is not None and state.frozen is not None:
+        record["frozen"] = checkpoint.record["frozen"]
 
     def save(step: int) -> None:
         save_checkpoint(
             directory / "checkpoints",
-            state,
+            state._replace(frozen=None),
             step,
-            {
-                "config": config_to_dict(config),
-                "data": {
-                    "position": list(position),
-                    "fingerprint": text_hash,
-                    "text": [str(Path(path).resolve()) for path in text],
-                },
-            },
+            record | {"data": {"position": list(position), **in_data}},
             keep=config.train.keep_checkpoints,
         )
 
     if checkpoint is None:
+        vocabulary.keep(directory / TOKENIZER)
+        if state.frozen is not None:
+            record["frozen"] = save_frozen(directory, state.frozen)
         save(0)
     step_function = make_step(
         static,
@@ -168,6 +161,7 @@ def train(
         balance_loss=_balance_loss,
         further_weight=config.train.further_weight,
         remat=config.remat,
+        bytes_per_token=None if vocabulary.text is None else data.corpus.num_bytes / data.corpus.num_tokens,
     )
     most = config.train.steps_per_call
     step_function = repeat_step(step_function, most)
@@ -179,7 +173,7 @@ def train(
 
     log = Log(directory / "log.jsonl", step=first_step)
     bar = tqdm(total=config.train.steps, initial=first_step, unit="step", disable=not progress, dynamic_ncols=True)
-    report = _Report(log, bar, batches.tokens[0].size, directory)
+    report = Report(log, bar, batches.tokens[0].size, directory)
     step = first_step
     try:
         while step < config.train.steps:
@@ -196,12 +190,12 @@ def train(
             every = config.train.validate_every
             if every and step % every == 0 and not last:
                 report.drain()
-                some = _validation(config, validation, limit=config.train.validation_batches)
-                log.write(step=step, validation_bits_per_byte=_evaluate(evaluate, state.parameters, some))
+                bits = _evaluate(evaluate, state, config, held_out, limit=config.train.validation_batches)
+                log.write(step=step, validation_bits_per_byte=bits)
                 report.restart()
         bar.close()
         start = time.perf_counter()
-        bits = _evaluate(evaluate, state.parameters, _validation(config, validation))
+        bits = _evaluate(evaluate, state, config, held_out)
         log.write(step=config.train.steps, validation_bits_per_byte=bits, baselines=baselines)
         say(
             f"validation, bits per byte: model {bits:.4f}, Markov model of order 2 {baselines['Markov, order 2']:.4f}, "
@@ -215,87 +209,52 @@ def train(
         bar.close()
         log.close()
         plot_losses(read_log(directory / "log.jsonl"), baselines, directory / "loss.png")
-    from equinox import combine
-
-    model = config.precision.cast_compute(combine(state.parameters, static))
+    model = merge_lora(config.precision.cast_compute(eqx.combine(state.arrays, static)))
     if sample is not None and config.train.sample_tokens:
-        say(sample(model, config, state.key))
+        say(sample(model, config, vocabulary, state.key))
     return Result(directory, model, bits, baselines["Markov, order 2"], baselines["gzip -9"])
 
 
-class _Report:
-    """Takes the metrics of steps as they are dispatched, and reads them `_LAG` steps later."""
-
-    def __init__(self, log: Log, bar: tqdm, tokens: int, directory: Path):
-        self.log, self.bar, self.tokens, self.directory = log, bar, tokens, directory
-        self.pending: deque[tuple[int, int, Metrics]] = deque()
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the time: what has passed since the last step was not spent on training."""
-        self.time, self.rate = time.perf_counter(), None
-
-    def push(self, step: int, count: int, metrics: Metrics) -> None:
-        """The first `count` values of `metrics` belong to the steps up to `step`."""
-        self.pending.append((step, count, metrics))
-        while len(self.pending) > _LAG:
-            self._read()
-
-    def drain(self) -> None:
-        while self.pending:
-            self._read()
-
-    def _read(self) -> None:
-        last, count, metrics = self.pending.popleft()
-        metrics = jax.device_get(metrics)
-        now = time.perf_counter()
-        rate = count * self.tokens / max(now - self.time, 1e-9)
-        self.time = now
-        self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
-        for i in range(count):
-            self._write(last - count + 1 + i, {name: float(x[i]) for name, x in metrics._asdict().items()}, rate)
-
-    def _write(self, step: int, values: dict[str, float], rate: float) -> None:
-        self.log.write(step=step, **values, tokens_per_second=round(rate, 1))
-        self.bar.set_postfix_str(f"{values['bits_per_byte']:.3f} bits/byte, {self.rate:,.0f} tokens/s", refresh=False)
-        self.bar.update()
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(values[name]):
-                left = find_checkpoint(self.directory)
-                raise TrainingDiverged(
-                    f"{name.replace('_', ' ')} is {values[name]} at step {step}; the run stops, and the last good "
-                    f"checkpoint is `{left.folder}` (step {left.record['step']}): resume from it is exact and "
-                    "would end here again, so start a run with a lower optimiser.learning_rate, a longer warm-up or a "
-                    "smaller optimiser.clip_norm"
-                )
-
-
-def _find(resume: str | Path) -> Checkpoint:
-    checkpoint = find_checkpoint(resume)
-    newest = find_checkpoint(checkpoint.folder.parent)
-    if newest.folder != checkpoint.folder:
+def _read(
+    config: Config, text: Sequence[str | Path], checkpoint: Checkpoint | None
+) -> tuple[list[Document], list[Document], str]:
+    """Training and validation documents, and the fingerprint of all."""
+    documents = read_documents(text) if text else standard_library()
+    text_hash = fingerprint(documents)
+    if checkpoint is not None and checkpoint.record["data"]["fingerprint"] != text_hash:
         raise ValueError(
-            f"checkpoint: `{newest.folder.name}` is newer than `{checkpoint.folder}`; give the run's folder, or "
-            "delete the newer checkpoints first"
+            f"checkpoint: `{checkpoint.folder}` was written on other text than what is under "
+            f"{', '.join(map(str, text)) or 'the standard library'} now; give that text with --text, or start a new run"
         )
-    return checkpoint
+    return *split_documents(documents, config.data.validation_fraction, config.data.validation_bytes or None), text_hash
 
 
-def _directory(config: Config, name: str) -> Path:
-    """The folder of a new run: the config's, where no run may be, or the first such of runs/name, runs/name-2 ..."""
+def _beginning(documents: Sequence[Document]) -> list[Document]:
+    sizes = itertools.accumulate(len(document.data) for document in documents)
+    return [document for document, size in zip(documents, sizes) if size <= _MARKOV_BYTES] or list(documents[:1])
 
-    def free(path: Path) -> bool:
-        return not (path / "log.jsonl").exists() and not any(path.glob("checkpoints/step_*"))
 
-    if config.train.directory:
-        path = Path(config.train.directory)
-        if not free(path):
-            raise ValueError(
-                f"train.directory: `{path}` holds a run already; resume with --resume {path}, or give another folder"
-            )
-        return path
-    names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
-    return next(path for path in (Path("runs", name) for name in names) if free(path))
+def _forgetting(documents: list[Document]) -> Iterator[Document]:
+    """The documents in order, each leaving the list."""
+    documents.reverse()
+    while documents:
+        yield documents.pop()
+
+
+def _init(config: Config, make_model: Callable[[Config, jax.Array], Any]) -> tuple[TrainState, Any, Any]:
+    key, model_key = jax.random.split(jax.random.key(config.train.seed))
+    model = config.precision.cast_parameters(make_model(config, model_key))
+    model = adapt(model, config.lora, key=jax.random.fold_in(model_key, 1))
+    return init_state(model, lambda arrays: make_optimiser(config.optimiser, config.train.steps, arrays), key=key)
+
+
+def _parameters(state: TrainState) -> str:
+    def count(tree: Any) -> str:
+        size = sum(x.size for x in jax.tree.leaves(tree))
+        return f"{size / 1e6:.2f} M" if size >= 1e5 else f"{size:,}"
+
+    trained = count(state.parameters)
+    return f"{trained} parameters" if state.frozen is None else f"{trained} of {count(state.arrays)} parameters"
 
 
 def _count(config: Config, step: int) -> int:
@@ -314,16 +273,15 @@ def _next(data: TrainingData, position: DataPosition, parts: int, count: int, mo
     return jax.tree.map(lambda *x: np.stack(x).reshape(most, parts, *x[0].shape), *batches), position
 
 
-def _validation(config: Config, documents: Sequence[Document], limit: int | None = None):
-    return itertools.islice(validation_batches(documents, config.data.row_length, config.data.batch_size), limit)
-
-
-def _evaluate(evaluate: Callable, parameters: Any, batches) -> float:
-    nats, total = 0.0, 0
-    for batch in batches:
-        sums = jax.device_get(evaluate(parameters, batch))
-        nats, total = nats + float(sums.nats), total + int(sums.bytes)
-    return nats / math.log(2) / total
+def _evaluate(evaluate: Callable, state: TrainState, config: Config, corpus: Corpus, limit: int | None = None) -> float:
+    """Bits per byte of the first `limit` batches of validation text, or of all."""
+    nats, tokens, in_bytes = 0.0, 0, 0
+    batches = validation_batches(corpus, config.data.row_length, config.data.batch_size)
+    for batch in itertools.islice(batches, limit):
+        sums = jax.device_get(evaluate(state.arrays, batch))
+        nats, tokens, in_bytes = nats + float(sums.nats), tokens + int(sums.tokens), in_bytes + int(sums.bytes)
+    size = tokens * corpus.num_bytes / corpus.num_tokens if config.data.tokenizer else in_bytes
+    return nats / math.log(2) / size
 
 
 def _balance_loss(stats: Any) -> jax.Array:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from deltanox.train._data import BOUNDARY, Batch
+from deltanox.train._data import Batch
+from deltanox.train._vocabulary import BOUNDARY
 
 from ..ops.cross_entropy import cross_entropy
 
@@ -17,7 +18,7 @@ class LossSums(NamedTuple):
     """Sums over the real tokens of a batch, so that they add over batches.
 
     - `nats`: negative log-likelihood of the labels, float32.
-    - `tokens`, `bytes`: labels, and those of them that are bytes (all but the ends of documents).
+    - `tokens`, `bytes`: labels, and, in text of bytes, those of them that are bytes (all but the ends of documents).
     - `router`: the model's router statistics summed over layers and rows, None for a model without sparse layers.
     - `further`: as `nats`, of the head for one token further, over the labels that `further_labels` says are real;
       None where it isn't asked for.

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import optax
 
-from deltanox.train._config import OptimiserConfig
+from deltanox.train._settings import OptimiserConfig
 
 Tree = TypeVar("Tree")
 

@@ -11,10 +11,14 @@ from jaxtyping import PRNGKeyArray
 
 from deltanox.generate import Sampler, stream
 from deltanox.models import HybridLM
-from deltanox.train._checkpoint import find_checkpoint, load_arrays
-from deltanox.train._config import Config, config_from_dict
-from deltanox.train._data import BOUNDARY, encode
+from deltanox.nn import lora_filter, merge_lora
+from deltanox.train._adapt import adapt
+from deltanox.train._checkpoint import Checkpoint, find_checkpoint, load_arrays
+from deltanox.train._config import config_from_dict
+from deltanox.train._folder import load_frozen, run_vocabulary
 from deltanox.train._loop import default_model
+from deltanox.train._settings import Config
+from deltanox.train._vocabulary import BOUNDARY, Vocabulary, encode
 
 
 def load_model(directory: str | Path) -> HybridLM:
@@ -22,19 +26,35 @@ def load_model(directory: str | Path) -> HybridLM:
 
     **Raises**: `ValueError` where there is none, or it is damaged.
     """
-    model, config = load_parameters(directory)
-    return config.precision.cast_compute(model)
+    model, config = _load(find_checkpoint(directory))
+    return merge_lora(config.precision.cast_compute(model))
 
 
 def load_parameters(directory: str | Path) -> tuple[HybridLM, Config]:
     """As `load_model`, in the dtype that the parameters are stored in, and the run's config."""
+    model, config = _load(find_checkpoint(directory))
+    return merge_lora(model), config
+
+
+def load_vocabulary(directory: str | Path) -> Vocabulary:
+    """What the text of a run is made of."""
     checkpoint = find_checkpoint(directory)
+    return run_vocabulary(config_from_dict(checkpoint.record["config"]), checkpoint)
+
+
+def _load(checkpoint: Checkpoint) -> tuple[HybridLM, Config]:
+    """The model as it was trained, low-rank changes beside the weights."""
     config = config_from_dict(checkpoint.record["config"])
-    skeleton = eqx.filter_eval_shape(
-        lambda key: config.precision.cast_parameters(default_model(config, key)), jax.random.key(0)
-    )
-    parameters, static = eqx.partition(skeleton, _is_floating)
-    return eqx.combine(load_arrays(checkpoint, parameters, prefix=".parameters"), static), config
+
+    def make(key):
+        return adapt(config.precision.cast_parameters(default_model(config, key)), config.lora, key=key)
+
+    arrays, static = eqx.partition(eqx.filter_eval_shape(make, jax.random.key(0)), _is_floating)
+    if config.lora is None:
+        return eqx.combine(load_arrays(checkpoint, arrays, prefix=".parameters"), static), config
+    trained, frozen = eqx.partition(arrays, lora_filter(arrays))
+    trained = load_arrays(checkpoint, trained, prefix=".parameters")
+    return eqx.combine(trained, load_frozen(checkpoint, frozen), static), config
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -72,14 +92,11 @@ def _decode(tokens: Iterator[Any]) -> Iterator[str]:
         yield piece
 
 
-def sample_text(model: HybridLM, config: Config, key: PRNGKeyArray) -> str:
+def sample_text(model: HybridLM, config: Config, vocabulary: Vocabulary, key: PRNGKeyArray) -> str:
     """The prompt and the text of a config's sample, as the loop prints it at the end."""
     settings = config.train
-    pieces = stream_text(
-        model,
-        settings.sample_prompt,
-        max_tokens=settings.sample_tokens,
-        sampler=Sampler(temperature=settings.sample_temperature),
-        seed=key,
-    )
-    return f"sample after {settings.sample_prompt!r}:\n{settings.sample_prompt}{''.join(pieces)}"
+    prompt, tokens = settings.sample_prompt, settings.sample_tokens
+    sampler = Sampler(temperature=settings.sample_temperature)
+    run = stream_text if vocabulary.text is None else vocabulary.text.stream
+    pieces = run(model, prompt, max_tokens=tokens, sampler=sampler, seed=key)
+    return f"sample after {prompt!r}:\n{prompt}{''.join(pieces)}"

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from deltanox.nn import lora_filter
 from deltanox.precision import Precision
 from deltanox.remat import Policy
-from deltanox.train._data import BOUNDARY, Batch
+from deltanox.train._data import Batch
 from deltanox.train._loss import LossSums, further_labels, next_token_loss
+from deltanox.train._vocabulary import BOUNDARY
 
 
 class TrainState(NamedTuple):
@@ -23,12 +25,23 @@ class TrainState(NamedTuple):
     - `optimiser_state`: Optax's.
     - `step`: updates done.
     - `key`: from which the text at the end is sampled.
+    - `frozen`: floating arrays that are not trained, such as those under low-rank changes; None where all are.
     """
 
     parameters: Any
     optimiser_state: Any
     step: Int[Array, ""]
     key: PRNGKeyArray
+    frozen: Any = None
+
+    @property
+    def arrays(self) -> Any:
+        """All floating arrays of the model, trained or not."""
+        return _join(self.parameters, self.frozen)
+
+
+def _join(parameters: Any, frozen: Any) -> Any:
+    return parameters if frozen is None else eqx.combine(parameters, frozen)
 
 
 class Metrics(NamedTuple):
@@ -51,10 +64,16 @@ class Metrics(NamedTuple):
 def init_state(
     model: Any, optimiser: Callable[[Any], optax.GradientTransformation], *, key: PRNGKeyArray
 ) -> tuple[TrainState, Any, optax.GradientTransformation]:
-    """The state of step 0, the static rest of the model, and the optimiser that `optimiser(parameters)` makes."""
-    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+    """The state of step 0, the static rest of the model, and the optimiser that `optimiser(parameters)` makes.
+
+    All floating arrays are trained, or, of a model with `LoRALinear`s, their `up` and `down` alone.
+    """
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    parameters, frozen = arrays, None
+    if any(jax.tree.leaves(lora_filter(model))):
+        parameters, frozen = eqx.partition(arrays, lora_filter(arrays))
     transformation = optimiser(parameters)
-    state = TrainState(parameters, transformation.init(parameters), jnp.zeros((), jnp.int32), key)
+    state = TrainState(parameters, transformation.init(parameters), jnp.zeros((), jnp.int32), key, frozen)
     return state, static, transformation
 
 
@@ -68,6 +87,7 @@ def make_step(
     balance_loss: Callable[[Any], Float[Array, ""]] | None = None,
     further_weight: float = 0.0,
     remat: Policy | None = None,
+    bytes_per_token: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)` to be jitted, best with its first argument donated.
 
@@ -78,11 +98,12 @@ def make_step(
     **Arguments**: `static`, the model without its parameters; `optimiser`; `schedule`, for the report; `precision`;
     `balance_weight` and `balance_loss`, applied to the router statistics of each batch where the model gives them;
     `further_weight`, of the loss of the head for one token further, which the model must have if it isn't 0;
-    `remat`, what the backward pass finds saved (None: all that it needs).
+    `remat`, what the backward pass finds saved (None: all that it needs); `bytes_per_token`, of the text, for bits per
+    byte (None: tokens are bytes).
     """
 
-    def loss_function(parameters, batch, counts, parts):
-        model = precision.cast_compute(eqx.combine(parameters, static))
+    def loss_function(parameters, frozen, batch, counts, parts):
+        model = precision.cast_compute(eqx.combine(_join(parameters, frozen), static))
         sums = next_token_loss(model, batch, further=further_weight > 0, remat=remat)
         loss = sums.nats / counts[0]
         further = jnp.zeros((), jnp.float32)
@@ -99,22 +120,27 @@ def make_step(
         parts = batch.tokens.shape[0]
         real = jnp.ones(batch.labels.shape, bool) if batch.mask is None else batch.mask
         count = real.sum(dtype=jnp.int32).astype(jnp.float32)
-        num_bytes = (real & (batch.labels != BOUNDARY)).sum(dtype=jnp.int32).astype(jnp.float32)
+        if bytes_per_token is None:
+            num_bytes = (real & (batch.labels != BOUNDARY)).sum(dtype=jnp.int32).astype(jnp.float32)
+        else:
+            num_bytes = jnp.float32(bytes_per_token) * count
         mask = None if batch.mask is None else jnp.asarray(batch.mask)
         _, there = further_labels(*map(jnp.asarray, (batch.labels, batch.segment_ids)), mask)
         counts = (count, jnp.maximum(there.sum(dtype=jnp.int32).astype(jnp.float32), jnp.float32(1)))
         gradient = jax.grad(loss_function, has_aux=True)
         if parts == 1:
             one = jax.tree.map(lambda x: x[0], batch)
-            gradients, (nats, balance, further) = gradient(state.parameters, one, counts, parts)
+            gradients, (nats, balance, further) = gradient(state.parameters, state.frozen, one, counts, parts)
         else:
 
             def accumulate(carry, one):
-                new = gradient(state.parameters, one, counts, parts)
+                new = gradient(state.parameters, state.frozen, one, counts, parts)
                 return jax.tree.map(lambda total, x: total + x.astype(total.dtype), carry, new), None
 
             first = jax.tree.map(lambda x: x[0], batch)
-            shapes = jax.eval_shape(lambda p, b: gradient(p, b, counts, parts), state.parameters, first)
+            shapes = jax.eval_shape(
+                lambda p, f, b: gradient(p, f, b, counts, parts), state.parameters, state.frozen, first
+            )
             wide = precision.accumulation
             zeros = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, max(x.dtype, wide, key=lambda dtype: dtype.itemsize)), shapes
@@ -135,7 +161,7 @@ def make_step(
             gradient_norm=jnp.sqrt(sum(jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(gradients))),
             learning_rate=learning_rate,
         )
-        return TrainState(parameters, optimiser_state, state.step + 1, state.key), metrics
+        return TrainState(parameters, optimiser_state, state.step + 1, state.key, state.frozen), metrics
 
     return step
 
