@@ -78,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability together"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    generate.add_argument(
+        "--drafts",
+        type=int,
+        default=0,
+        help="tokens that the model's multi-token prediction head drafts a step; the text stays the same (default: 0)",
+    )
     generate.set_defaults(run=_generate)
 
     convert = commands.add_parser(
@@ -173,8 +179,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.directory)
     sampler = Sampler(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
-    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed)
-    model = load(folder, mtp=False)[0] if (folder / "config.json").is_file() else load_model(folder)
+    drafts = arguments.drafts
+    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed, drafts=drafts)
+    is_checkpoint = (folder / "config.json").is_file()
+    model = load(folder, mtp=None if drafts else False)[0] if is_checkpoint else load_model(folder)
+    if all(device.platform == "cpu" for device in model.embedding.devices()):
+        model = model.unstack()
     if (folder / "tokenizer.json").is_file():
         pieces = Text.of(folder).stream(model, arguments.prompt, **options)
     else:

@@ -46,7 +46,7 @@ class Text(NamedTuple):
         return Text(tokenizer, (end,) if isinstance(end, int) else tuple(end))
 
     def stream(
-        self, model: HybridLM, prompt: str, *, max_tokens: int, sampler: Sampler, seed: int = 0
+        self, model: HybridLM, prompt: str, *, max_tokens: int, sampler: Sampler, seed: int = 0, drafts: int = 0
     ) -> Iterator[str]:
         """Text that continues `prompt`, piece by piece, each as soon as its characters are whole: up to `max_tokens`
         tokens, or up to one that ends a text, which isn't put out.
@@ -57,7 +57,8 @@ class Text(NamedTuple):
         require(len(tokens) > 0, "generate: give a --prompt of at least one token, such as a word")
         key = jax.random.key(seed)
         drawn = stream(
-            model, tokens, max_new_tokens=max_tokens, sampler=sampler, stop_tokens=self.stop_tokens, key=key
+            model, tokens, max_new_tokens=max_tokens, sampler=sampler, stop_tokens=self.stop_tokens, drafts=drafts,
+            key=key,
         )  # fmt: skip
         return self._decode(map(int, drawn))
 
