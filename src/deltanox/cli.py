@@ -79,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability together"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    generate.add_argument(
+        "--drafts",
+        type=int,
+        default=0,
+        help="tokens that the model's multi-token prediction head drafts a step; the text stays the same (default: 0)",
+    )
     generate.set_defaults(run=_generate)
 
     convert = commands.add_parser(
@@ -174,12 +180,15 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.directory)
     sampler = Sampler(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
-    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed)
+    drafts = arguments.drafts
+    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed, drafts=drafts)
     if (folder / "config.json").is_file():
-        model = load(folder, mtp=False)[0]
+        model = load(folder, mtp=None if drafts else False)[0]
         text = Text.of(folder) if (folder / TOKENIZER).is_file() else None
     else:
         model, text = load_model(folder), load_vocabulary(folder).text
+    if all(device.platform == "cpu" for device in model.embedding.devices()):
+        model = model.unstack()
     pieces = (stream_text if text is None else text.stream)(model, arguments.prompt, **options)  # or bytes
     print(arguments.prompt, end="", flush=True)
     for piece in pieces:

@@ -90,6 +90,8 @@ def test_on_the_command_line(folder, capsys):
     command = ["generate", str(folder), "--prompt", "abzä", "--max-tokens", "5", "--temperature", "0"]
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("abzä")
+    assert main([*command, "--drafts", "1", "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("abzä")
     assert main(["generate", str(folder)]) == 2
     assert "generate: give a --prompt of at least one token, such as a word" in capsys.readouterr().err
     (folder / "tokenizer.json").write_text("{}")

@@ -51,8 +51,9 @@ class Text(NamedTuple):
             raise ValueError(f"tokenizer: `{path}` is no tokenizer: {error}; fetch it again") from None
 
     def stream(
-        self, model: HybridLM, prompt: str, *, max_tokens: int, sampler: Sampler, seed: int | jax.Array = 0
-    ) -> Iterator[str]:
+        self, model: HybridLM, prompt: str, *, max_tokens: int, sampler: Sampler, seed: int | jax.Array = 0,
+        drafts: int = 0,
+    ) -> Iterator[str]:  # fmt: skip
         """Text that continues `prompt`, piece by piece, each as soon as its characters are whole: up to `max_tokens`
         tokens, or up to one that ends a text, which isn't put out.
 
@@ -62,7 +63,8 @@ class Text(NamedTuple):
         require(len(tokens) > 0, "generate: give a --prompt of at least one token, such as a word")
         key = jax.random.key(seed) if isinstance(seed, int) else seed
         drawn = stream(
-            model, tokens, max_new_tokens=max_tokens, sampler=sampler, stop_tokens=self.stop_tokens, key=key
+            model, tokens, max_new_tokens=max_tokens, sampler=sampler, stop_tokens=self.stop_tokens, drafts=drafts,
+            key=key,
         )  # fmt: skip
         return self._decode(map(int, drawn))
 

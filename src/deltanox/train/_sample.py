@@ -68,6 +68,7 @@ def stream_text(
     max_tokens: int,
     sampler: Sampler = Sampler(),  # noqa: B008 (frozen)
     seed: int | PRNGKeyArray = 0,
+    drafts: int = 0,
 ) -> Iterator[str]:
     """Text that continues `prompt` as the beginning of a document: up to `max_tokens` bytes, or to the document's end.
 
@@ -76,7 +77,15 @@ def stream_text(
     **Raises**: `ValueError` for wrong values, before anything is generated.
     """
     key = jax.random.key(seed) if isinstance(seed, int) else seed
-    tokens = stream(model, encode(prompt), max_new_tokens=max_tokens, sampler=sampler, stop_tokens=(BOUNDARY,), key=key)
+    tokens = stream(
+        model,
+        encode(prompt),
+        max_new_tokens=max_tokens,
+        sampler=sampler,
+        stop_tokens=(BOUNDARY,),
+        drafts=drafts,
+        key=key,
+    )
     return _decode(tokens)
 
 
