@@ -4,11 +4,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import equinox as eqx
+import jax
 import pytest
 
 from deltanox import remat
+from deltanox.ops import Residuals
 from deltanox.train import config_from_dict, config_to_dict, read_config
 from deltanox.train._config import differences
+from deltanox.train._loop import default_model
 from tiny_model import TinyConfig
 
 TEXT = """
@@ -84,9 +88,26 @@ def test_the_table_remat_is_a_policy(path):
     ]
 
 
+def test_the_table_residuals_reaches_the_layers():
+    nano = Path(__file__).parents[2] / "configs" / "qwen3_5_nano.toml"
+    config = read_config(nano, ["residuals.states_every=8", "residuals.qkv=recompute", "model.num_layers=4"])
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    model = eqx.filter_eval_shape(default_model, config, jax.random.key(0))
+    mixer = model.layers.layers.blocks[0].mixer
+    assert mixer.residuals == Residuals(states_every=8, qkv="recompute")
+    # a run of a version without the table was one with its defaults
+    old = {name: value for name, value in config_to_dict(config).items() if name != "residuals"}
+    assert differences(old, config_to_dict(config)) == [
+        "residuals.qkv was 'save' and is 'recompute'",
+        "residuals.states_every was 2 and is 8",
+    ]
+
+
 @pytest.mark.parametrize(
     "override, sentence",
     [
+        ("residuals.qkv=keep", "residuals.qkv must be one of 'save', 'recompute', but it is 'keep'"),
+        ("residuals.states_every=0", "Residuals: `states_every` must be an integer of at least 1"),
         ("remat.gdm=device", r"remat: there is no residual and no group `gdm`; did you mean `gdn`\?"),
         ("remat.gdn=host", "remat: `gdn` must be 'remat' .*, but it is 'host'"),
         ("remat.gdn=[1]", r"remat: `gdn` must be 'remat' .*, but it is \[1\]"),

@@ -12,6 +12,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._types import Implementation
 from ..nn import GatedAttention, GatedDeltaNet, SparseMoE, SwiGLU
+from ..ops import Residuals
 from ..ops._validate import require, require_choice
 from ._block import HybridBlock, HybridPeriod
 from ._lm import HybridLM
@@ -178,6 +179,7 @@ def qwen3_5(
     state_dtype: DTypeLike = jnp.float32,
     decay_dtype: DTypeLike = jnp.float32,
     strict_hf_rounding: bool = False,
+    residuals: Residuals = Residuals(),  # noqa: B008 (frozen)
     dtype: DTypeLike = jnp.float32,
     key: PRNGKeyArray,
 ) -> HybridLM:
@@ -192,6 +194,8 @@ def qwen3_5(
     - `unroll`: periods that one turn of the loop over the depth runs: more copy less and compile longer.
     - `state_dtype`: of the recurrence's states between its chunks, for the backward pass (`Precision.state`).
     - `decay_dtype`, `strict_hf_rounding`: see `GatedDeltaNet` (`Precision.decay`, `Precision.strict_hf_rounding`).
+    - `residuals`: what the delta rule keeps for the backward pass, see `deltanox.ops.Residuals`; with T^-1 kept its
+      chunks have the 128 tokens that the TPU kernels ask for.
     - `dtype`: of the weights; decay rates and gated norms are float32 whatever it is.
     - `key`: for the weights: N(0, 0.02), decay rates from U(0.01, 16), norms neutral.
 
@@ -232,8 +236,8 @@ def qwen3_5(
                     key_head_size=config.key_head_size, value_head_size=config.value_head_size,
                     conv_size=config.conv_size,
                     gate=config.output_gate, eps=config.eps, implementation=implementation, state_dtype=state_dtype,
-                    decay_dtype=decay_dtype, strict_hf_rounding=strict_hf_rounding, dtype=dtype,
-                    key=mixer_key,
+                    decay_dtype=decay_dtype, strict_hf_rounding=strict_hf_rounding, residuals=residuals,
+                    chunk_size=128 if residuals.t_inv == "save" else 64, dtype=dtype, key=mixer_key,
                 )  # fmt: skip
             else:
                 mixer = make_attention(mixer_key)

@@ -9,6 +9,7 @@
     [train]                       # TrainConfig
     [remat]                       # places of groups and names of `deltanox.remat`, mlp = "offload", on top of a ready
                                   # policy = "kernels"; without the table the backward pass finds all it needs saved
+    [residuals]                   # deltanox.ops.Residuals: what the delta rule's record holds, states_every = 8
     [lora]                        # LoraConfig; without the table all weights are trained
 
 What is left out has its default. What is unknown is an error that names the nearest known key.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deltanox._types import Implementation
+from deltanox.ops import Residuals
 from deltanox.precision import Precision
 from deltanox.remat import Policy, policy
 from deltanox.train._settings import Config, DataConfig, Family, LoraConfig, OptimiserConfig, TrainConfig
@@ -33,9 +35,10 @@ _SECTIONS = {
     "data": DataConfig,
     "optimiser": OptimiserConfig,
     "train": TrainConfig,
+    "residuals": Residuals,
     "lora": LoraConfig,
 }
-_OFTEN = ("data", "optimiser", "train")  # sections of every run
+_OFTEN = ("data", "optimiser", "train", "residuals")  # sections of every run
 _CHOICES = {"family": Family, "implementation": Implementation}
 
 
@@ -134,7 +137,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The settings that differ between two results of `config_to_dict` and matter to the parameters, as sentences."""
     # a run of an earlier version lacks the settings that came later
     added = {name: {field.name: field.default for field in dataclasses.fields(_SECTIONS[name])} for name in _OFTEN}
-    old = {**old, **{name: added[name] | old[name] for name in _OFTEN if name in old}}
+    old = {**old, **{name: added[name] | old.get(name, {}) for name in _OFTEN}}
     a, b = dict(_flatten(old)), dict(_flatten(new))
     missing = object()
     return [

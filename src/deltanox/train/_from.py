@@ -38,7 +38,8 @@ def start_from(folder: str | Path, config: Config) -> tuple[Config, Callable[[Co
         model, _ = load(
             folder, mtp=False, dtype=config.precision.parameter, implementation=config.implementation,
             state_dtype=config.precision.state, decay_dtype=config.precision.decay,
-            strict_hf_rounding=config.precision.strict_hf_rounding, unroll=config.train.unroll,
+            strict_hf_rounding=config.precision.strict_hf_rounding,
+            residuals=config.residuals, unroll=config.train.unroll,
         )  # fmt: skip
         return model
 

@@ -60,6 +60,7 @@ def default_model(config: Config, key: jax.Array) -> Any:
         state_dtype=precision.state,
         decay_dtype=precision.decay,
         strict_hf_rounding=precision.strict_hf_rounding,
+        residuals=config.residuals,
         dtype=precision.parameter,
         unroll=config.train.unroll,
         key=key,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltanox._types import Implementation
+from deltanox.ops import Residuals
 from deltanox.precision import Precision
 from deltanox.remat import Policy
 from deltanox.train._vocabulary import VOCABULARY_SIZE
@@ -191,6 +192,7 @@ class Config:
     optimiser: OptimiserConfig = OptimiserConfig()
     train: TrainConfig = TrainConfig()
     remat: Policy | None = None
+    residuals: Residuals = Residuals()  # noqa: RUF009 (frozen)
     lora: LoraConfig | None = None
 
     def __post_init__(self):
