@@ -100,14 +100,9 @@ def test_snapshots_of_one_call(model, form):
 def test_snapshots_of_layers(getkey, model):
     """Of mixers and a stack, with padding: the state after some tokens is that of a call with so many of them."""
     x, mask = jax.random.normal(getkey(), (7, 16)), jnp.asarray([False, True, True, True, True, True, False])
-    counts = (1, 4, 7)
+    counts = (4, 7)
     call = eqx.filter_jit(lambda layer, *args, **kwargs: layer(*args, **kwargs))
-    attention = model.layers[0].blocks[1].mixer
-    for layer, state in (
-        (model.layers[0].blocks[0].mixer, None),
-        (attention, attention.init_state(10)),
-        (model.layers, model.layers.init_state(10)),
-    ):
+    for layer, state in ((model.layers[0].blocks[0].mixer, None), (model.layers, model.layers.init_state(10))):
         y, kept, *_ = call(layer, x, state, mask=mask, snapshots=counts)
         assert rel(y, call(layer, x, state, mask=mask)[0]) < 1e-5
         for i, count in enumerate(counts):

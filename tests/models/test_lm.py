@@ -378,6 +378,20 @@ def test_wrong_shapes_are_named(unchecked, model, tokens, kwargs, sentence):
         model(tokens, **kwargs)
 
 
+@pytest.mark.parametrize("kind", ["model", "sparse"])
+def test_unstacked(request, getkey, kind):
+    """Every block by itself: the same logits, the same memory, in blocks."""
+    model = request.getfixturevalue(kind)
+    flat, tokens = model.unstack(), draw(getkey, 9)
+    assert len(flat.layers.blocks) == 4 and flat.unstack() is flat
+    (want, state), (got, found) = (run(m, tokens, m.init_state(16)) for m in (model, flat))
+    assert rel(got, want) < CLOSE
+    for a, b in zip(jax.tree.leaves(state.unstack()), jax.tree.leaves(found), strict=True):
+        assert a.shape == b.shape and rel(np.asarray(a, float), np.asarray(b, float)) < CLOSE
+    with pytest.raises(ValueError, match="`remat` is for a model with stacked layers, and this one is unstacked"):
+        flat(tokens, remat=True)
+
+
 def test_wrong_sizes_are_named(unchecked, model):
     with pytest.raises(ValueError, match="`capacity` must be at least 1 token, but it is 0"):
         model.init_state(0)

@@ -141,7 +141,7 @@ def _transformers(model: Any, sizes: Any) -> Callable[[np.ndarray, int, int], np
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         save(model, sizes, Path(folder, "checkpoint"))
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(Path(folder, "checkpoint"), dtype=torch.float32)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(Path(folder, "checkpoint"), dtype=torch.float32)
 
     def run(tokens, new, threads):
         torch.set_num_threads(threads)
