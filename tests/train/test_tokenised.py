@@ -81,18 +81,22 @@ def test_a_corpus_holds_the_tokens_alone(tmp_path):
     corpus = Corpus(stream, vocabulary)
     assert alive == [0, 1, 2] and corpus.tokens.dtype == np.uint16
     assert (corpus.num_bytes, corpus.num_tokens) == (30, 6 * 4 + 3) and corpus.sizes.tolist() == [5, 9, 13]
-    whole = vocabulary._ids(b"ab c\n" * 500)
-    assert len(whole) == 2000
 
 
 def test_pieces(tmp_path, monkeypatch):
+    """Long documents are cut at lines, short ones gathered: the tokens are those of each document as a whole."""
     vocabulary = read_vocabulary(write_tokenizer(tmp_path), name=END)
-    data = b"ab cab\n\n  abc\nab" * 50
-    whole = vocabulary._ids(data)
-    monkeypatch.setattr(vocabularies, "_PIECE", 7)
-    pieces = list(vocabularies._pieces(data.decode()))
-    assert len(pieces) > 40 and "".join(pieces).encode() == data
-    np.testing.assert_array_equal(vocabulary._ids(data), whole)
+    texts = [b"ab cab\n\n  abc\nab" * 50, b"", b"ab", b"c\n", b"no line ends here " * 20, b"abc\nd"]
+    documents = [Document(str(i), text) for i, text in enumerate(texts)]
+    whole = [vocabulary.text.tokenizer.encode(text.decode(), add_special_tokens=False).ids for text in texts]
+    assert len(whole[0]) > 500 and whole[1] == []
+    for piece in (1, 7, 40, 2**20):
+        monkeypatch.setattr(vocabularies, "_PIECE", piece)
+        pieces = list(vocabularies._pieces(texts[0].decode()))
+        assert "".join(pieces).encode() == texts[0] and (len(pieces) > 10 or piece > 40)
+        found = list(vocabulary.encode(iter(documents)))
+        assert [size for size, _ in found] == [len(text) for text in texts]
+        assert [ids.tolist() for _, ids in found] == whole
 
 
 def test_a_run_keeps_its_tokenizer_and_resumes_bit_equal(tmp_path, text):

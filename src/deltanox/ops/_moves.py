@@ -5,7 +5,6 @@ the rows' dtype, and libtpu 0.0.52 aborts on a scatter into a single row.
 """
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
@@ -40,10 +39,17 @@ def _(x, index, back):
 
 def _take(x, index, back):
     del back
-    y = x.at[index].get(mode="fill", fill_value=0)
+
+    def row(j):
+        return x.at[index[:, j]].get(mode="fill", fill_value=0)
+
     if index.shape[1] == 1:
-        return y[:, 0]
-    return jnp.sum(y.astype(accumulator(x.dtype)), axis=1).astype(x.dtype)
+        return row(0)
+    # one after the other: all j rows at once would be the largest array of a backward pass
+    total = row(0).astype(accumulator(x.dtype))
+    for j in range(1, index.shape[1]):
+        total = total + row(j).astype(total.dtype)
+    return total.astype(x.dtype)
 
 
 mlir.register_lowering(_move_p, mlir.lower_fun(_take, multiple_results=False))

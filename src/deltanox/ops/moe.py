@@ -87,23 +87,25 @@ def expert_mlp(
     if x.size == 0:
         return jnp.zeros_like(x)
     tokens = x.reshape(-1, D)
-    chosen = experts.reshape(-1, k)
+    # k in front of the tokens from here on: a TPU pads the last two axes to whole tiles
+    T, chosen, weights = tokens.shape[0], experts.reshape(-1, k).T, weights.reshape(-1, k).T
     if mask is not None:
-        keep = mask.reshape(-1, 1)
+        keep = mask.reshape(1, -1)
         # a weight of NaN at padding must not meet the zero that it multiplies
-        weights = jnp.where(keep, weights.reshape(-1, k), jnp.zeros((), weights.dtype))
+        weights = jnp.where(keep, weights, jnp.zeros((), weights.dtype))
         chosen = jnp.where(keep, chosen, num_experts)
     layout = lay_out(chosen.reshape(-1), num_experts, block_size)
     blocks, rows = layout.source.shape
     source, slot = layout.source.reshape(-1, 1), layout.slot
-    laid = move_rows(tokens, source // k, slot.reshape(-1, k)).reshape(blocks, rows, D)
+    token = jnp.where(source < k * T, source % T, T)
+    laid = move_rows(tokens, token, slot.reshape(k, T).T).reshape(blocks, rows, D)
     product = partial(block_dot, group=layout.group, ordered=True)
     hidden = checkpoint_name(product(laid, gate_up.astype(x.dtype)), "moe_hidden")
     hidden = jax.nn.silu(hidden[..., :inner]) * hidden[..., inner:]
     out = checkpoint_name(product(hidden, down.astype(x.dtype)), "moe_out").reshape(blocks * rows, D)
     wide = accumulator(x.dtype)
-    out = move_rows(out, slot[:, None], source).reshape(-1, k, D).astype(wide)
-    y = jnp.sum(out * weights.reshape(-1, k)[..., None].astype(wide), axis=1)
+    out = move_rows(out, slot[:, None], source).reshape(k, T, D).astype(wide)
+    y = jnp.sum(out * weights[..., None].astype(wide), axis=0)
     return y.astype(x.dtype).reshape(*batch, D)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Int
 
 from deltanox.interop import TOKENIZER, Text, end_token
 from deltanox.train._documents import Document
@@ -41,16 +41,18 @@ class Vocabulary(NamedTuple):
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[int, np.ndarray]]:
         """The bytes and the tokens of each document, without its end."""
-        for document in documents:
-            yield len(document.data), self._ids(document.data)
-
-    def _ids(self, data: bytes) -> Integer[np.ndarray, " T"]:
         if self.text is None:
-            return np.frombuffer(data, np.uint8)
-        found = [np.zeros(0, np.uint32)]
-        for piece in _pieces(data.decode("utf-8")):
-            found.append(np.array(self.text.tokenizer.encode(piece, add_special_tokens=False).ids, np.uint32))
-        return np.concatenate(found)
+            for document in documents:
+                yield len(document.data), np.frombuffer(document.data, np.uint8)
+            return
+        ids = []
+        for batch in _batches(documents):
+            texts = [text for text, _ in batch]
+            for (_, size), found in zip(batch, self.text.tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
+                ids.append(np.array(found.ids, np.uint32))
+                if size is not None:
+                    yield size, np.concatenate(ids)
+                    ids = []
 
     def keep(self, folder: Path) -> None:
         """Copy the tokenizer's files into `folder`."""
@@ -62,6 +64,23 @@ class Vocabulary(NamedTuple):
 
 
 BYTES = Vocabulary()
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, int | None]]]:
+    """Pieces of documents, so many that the tokenizer is busy; with a document's last piece the document's bytes."""
+    batch, size = [], 0
+    for document in documents:
+        pieces = _pieces(document.data.decode("utf-8"))
+        piece = next(pieces)
+        while piece is not None:
+            following = next(pieces, None)
+            batch.append((piece, len(document.data) if following is None else None))
+            size += len(piece)
+            if size >= _PIECE:
+                yield batch
+                batch, size = [], 0
+            piece = following
+    yield batch
 
 
 def _pieces(text: str) -> Iterator[str]:
