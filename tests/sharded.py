@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 
 from deltanox.models import Qwen3_5Config, qwen3_5
-from deltanox.ops import gated_delta_net, gated_delta_rule
+from deltanox.nn import GatedDeltaNet
+from deltanox.ops import Residuals, gated_delta_net, gated_delta_rule
 from deltanox.ops.attention import causal_attention
 from deltanox.ops.cross_entropy import cross_entropy
 
@@ -74,6 +75,21 @@ def models(rows):
         compare(name, logits, rows, (P(), DATA), DATA, (floats, tokens))
 
 
+def mixers(rows):
+    """Heads of 128, of which the norm has a form of its own."""
+    for qkv in ("save", "recompute"):
+        layer = GatedDeltaNet(
+            16, num_key_heads=1, num_value_heads=2, key_head_size=128, value_head_size=128,
+            residuals=Residuals(qkv=qkv), key=jax.random.key(0),
+        )  # fmt: skip
+        floats, static = eqx.partition(layer, eqx.is_inexact_array)
+
+        def mix(floats, x, static=static):
+            return jax.vmap(lambda x: eqx.combine(floats, static)(x)[0])(x)
+
+        compare(f"mixer, {qkv}", mix, rows, (P(), DATA), DATA, (floats, normal(B, 40, 16)))
+
+
 def main():
     kinds = (AxisType.Auto,) * 2
     both = jax.make_mesh((2, 2), ("data", "heads"), axis_types=kinds)
@@ -98,6 +114,7 @@ def main():
         compare(f"net {implementation}", use, rows, specs_net, (DATA,) * 3, merged, inside=inside, checks=checks)
     if quick:
         return
+    mixers(rows)
     models(rows)
     qkv = (normal(B, 40, 4, 8), normal(B, 40, 2, 8), normal(B, 40, 2, 8))
     for size in (None, 16):

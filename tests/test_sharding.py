@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("cases", "count"), [("quick", 5), pytest.param("all", 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cases", "count"), [("quick", 5), pytest.param("all", 34, marks=pytest.mark.slow)])
 def test_gradients_on_four_devices(cases, count):
     script = pathlib.Path(__file__).with_name("sharded.py")
     done = subprocess.run(

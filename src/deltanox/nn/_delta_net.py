@@ -278,8 +278,8 @@ class GatedDeltaNet(eqx.Module):
             **self._options,
         )  # fmt: skip
         # z's own gradients come before the rule's, so that its cotangent is free by then
-        out, x, gate = together(out, x, self.in_proj_z.weight)
-        return self._output(out, dot(*alike((x, gate.astype(x.dtype))))), DeltaNetState(past, recurrent)
+        out, x, gate = together(*alike((out, x, self.in_proj_z.weight)))
+        return self._output(out, dot(x, gate.astype(x.dtype))), DeltaNetState(past, recurrent)
 
     def _output(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T D"]:
         z = checkpoint_name(z, "gdn_z")
