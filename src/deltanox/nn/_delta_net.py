@@ -13,7 +13,6 @@ from .._types import Implementation, Precision
 from ..ops import Residuals
 from ..ops._derivatives import together
 from ..ops._dtypes import accumulator
-from ..ops._manual import alike
 from ..ops._product import dot
 from ..ops._validate import require
 from ..ops.delta_net import convolve, gated_delta_net, gated_delta_net_step
@@ -278,7 +277,7 @@ class GatedDeltaNet(eqx.Module):
             **self._options,
         )  # fmt: skip
         # z's own gradients come before the rule's, so that its cotangent is free by then
-        out, x, gate = together(*alike((out, x, self.in_proj_z.weight)))
+        out, x, gate = together(out, x, self.in_proj_z.weight)
         return self._output(out, dot(x, gate.astype(x.dtype))), DeltaNetState(past, recurrent)
 
     def _output(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T D"]:

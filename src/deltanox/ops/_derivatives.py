@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import jax
 
+from ._manual import alike
+
 
 def once_differentiable(implementation: str, remedy: str, *, inline: bool = True) -> Callable:
     """Decorate the backward pass of a `custom_vjp`: differentiating it raises NotImplementedError with the remedy.
@@ -26,11 +28,15 @@ def once_differentiable(implementation: str, remedy: str, *, inline: bool = True
     return decorate
 
 
-@jax.custom_vjp
 def together(*arrays):
     """The same arrays. In the backward pass each of their cotangents waits for all of them, so that what they were
     made of can be freed before any is made use of."""
+    return _together(*alike(arrays))
+
+
+@jax.custom_vjp
+def _together(*arrays):
     return arrays
 
 
-together.defvjp(lambda *arrays: (arrays, None), lambda _, bars: jax.lax.optimization_barrier(bars))
+_together.defvjp(lambda *arrays: (arrays, None), lambda _, bars: jax.lax.optimization_barrier(bars))
