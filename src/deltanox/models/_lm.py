@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from ..nn import KVCache, RMSNorm, Stack
 from ..nn._linear import normal
 from ..ops._dtypes import accumulator
+from ..ops._embedding import embedding_rows
 from ..ops._validate import describe, require
 from ._block import HybridPeriod, HybridState
 from ._mtp import MTPHead
@@ -120,8 +121,7 @@ class HybridLM(eqx.Module):
 
     def embed(self, tokens: Int[Array, "T"], mask: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         """Rows of the embedding: zero at masked tokens, whatever their id, and NaN for an id outside the vocabulary."""
-        outside = jnp.asarray(self.vocab_size, tokens.dtype)  # a negative id must not count from the end
-        x = self.embedding.at[jnp.where(tokens < 0, outside, tokens)].get(mode="fill", fill_value=jnp.nan)
+        x = embedding_rows(self.embedding, tokens)
         return x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
 
     def hidden(

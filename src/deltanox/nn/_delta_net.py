@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from .._types import Implementation, Precision
 from ..ops import Residuals
+from ..ops._compiled import compiled
 from ..ops._derivatives import together
 from ..ops._dtypes import accumulator
 from ..ops._product import dot
@@ -263,15 +264,12 @@ class GatedDeltaNet(eqx.Module):
         """The whole call, in which projection and convolution keep nothing but x: they run again after the rule's
         gradients."""
 
-        @jax.checkpoint
-        def convolved(x, projection, weight, bias, past):
-            return convolve(
-                apply_linear(projection, x), weight, bias, past, segment_ids, mask, activation=self.conv.activation,
-                implementation=self.implementation, strict_hf_rounding=self.strict_hf_rounding,
-            )  # fmt: skip
-
         past, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
-        qkv, past = convolved(x, self.in_proj_qkv, self.conv.weight, self.conv.bias, past)
+        qkv, past = _projected_and_convolved(
+            x, self.in_proj_qkv, self.conv.weight, self.conv.bias, past, segment_ids, mask,
+            activation=self.conv.activation, implementation=self.implementation,
+            strict_hf_rounding=self.strict_hf_rounding,
+        )  # fmt: skip
         out, _, recurrent = gated_delta_net(
             qkv, a, b, self.A_log, self.dt_bias, None, initial_state=recurrent, segment_ids=segment_ids, mask=mask,
             **self._options,
@@ -291,6 +289,17 @@ class GatedDeltaNet(eqx.Module):
         heads = (x.shape[0], self.num_value_heads, self.value_head_size)
         norm = _rounded_norm if self.strict_hf_rounding else GatedRMSNorm.__call__
         return apply_linear(self.out_proj, norm(self.norm, x.reshape(heads), z.reshape(heads)).reshape(x.shape))
+
+
+@compiled("activation", "implementation", "strict_hf_rounding")
+def _projected_and_convolved(x, projection, weight, bias, past, segment_ids, mask, **options):
+    """The convolution of the projection, both of which run again in the backward pass: only x is kept."""
+
+    @jax.checkpoint
+    def convolved(x, projection, weight, bias, past):
+        return convolve(apply_linear(projection, x), weight, bias, past, segment_ids, mask, **options)
+
+    return convolved(x, projection, weight, bias, past)
 
 
 def _rounded_norm(norm: GatedRMSNorm, x, z):

@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..ops._compiled import compiled
 from ..ops._validate import describe, require
 from ._linear import apply_linear, linear
 
@@ -42,8 +43,12 @@ class SwiGLU(eqx.Module):
             f"SwiGLU: the last axis of `x` must be embed_size = {self.embed_size}, but x is {describe(x)} [..., D]: "
             f"build the layer with embed_size={x.shape[-1] if x.ndim else '...'} or give it features of its own size",
         )
-        # the backward pass keeps both projections and their product, not what is between
-        gated = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)
         gate = checkpoint_name(apply_linear(self.gate_proj, x), "mlp_gate")
         up = checkpoint_name(apply_linear(self.up_proj, x), "mlp_up")
-        return apply_linear(self.down_proj, gated(gate, up))
+        return apply_linear(self.down_proj, _gated(gate, up))
+
+
+@compiled()
+@jax.checkpoint  # the backward pass keeps both projections and their product, not what is between
+def _gated(gate, up):
+    return jax.nn.silu(gate) * up

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..ops._compiled import compiled
 from ..ops._dtypes import accumulator
 from ..ops._validate import describe, require, require_choice
 from ..ops.gated_norm import formula
@@ -51,15 +52,20 @@ class RMSNorm(eqx.Module):
         """
         _check("RMSNorm", self.size, x=x)
 
-        @jax.checkpoint  # the backward pass keeps x alone: what is between costs less to compute than to read
-        def norm(x, weight):
-            wide = accumulator(x.dtype)
-            y = x.astype(wide)
-            root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.eps, wide))
-            weight = weight.astype(wide) + jnp.asarray(1, wide)
-            return (y * root * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
+        return _rms_norm(x, self.weight, eps=self.eps)
 
-        return norm(x, self.weight)
+
+@compiled("eps")
+def _rms_norm(x, weight, *, eps: float):
+    @jax.checkpoint  # the backward pass keeps x alone: what is between costs less to compute than to read
+    def norm(x, weight):
+        wide = accumulator(x.dtype)
+        y = x.astype(wide)
+        root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(eps, wide))
+        weight = weight.astype(wide) + jnp.asarray(1, wide)
+        return (y * root * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
+
+    return norm(x, weight)
 
 
 class GatedRMSNorm(eqx.Module):
@@ -105,10 +111,15 @@ class GatedRMSNorm(eqx.Module):
             "reshape the gate's projection as the output",
         )
 
-        @jax.checkpoint  # the backward pass keeps x and z alone
-        def norm(x, z, weight):
-            wide = accumulator(x.dtype)
-            weight = weight.astype(wide)[(None,) * (x.ndim - 1)]
-            return formula(x.astype(wide), z.astype(wide), weight, eps=self.eps, gate=self.gate).astype(x.dtype)
+        return _gated_rms_norm(x, z, self.weight, eps=self.eps, gate=self.gate)
 
-        return norm(x, z, self.weight)
+
+@compiled("eps", "gate")
+def _gated_rms_norm(x, z, weight, *, eps: float, gate: str):
+    @jax.checkpoint  # the backward pass keeps x and z alone
+    def norm(x, z, weight):
+        wide = accumulator(x.dtype)
+        weight = weight.astype(wide)[(None,) * (x.ndim - 1)]
+        return formula(x.astype(wide), z.astype(wide), weight, eps=eps, gate=gate).astype(x.dtype)
+
+    return norm(x, z, weight)

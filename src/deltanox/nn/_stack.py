@@ -110,24 +110,33 @@ class Stack(eqx.Module):
                     f"{getattr(leaf, 'shape', type(leaf).__name__)}: make the states with `init_state`, or map a "
                     f"batch with jax.vmap"
                 )
-        arrays, static = eqx.partition(self.layers, eqx.is_array)
-
-        def layer(x, layer_and_state, kwargs):
-            layer, state = layer_and_state
-            y, state, stats = eqx.combine(layer, static)(named_input(x), state, **kwargs)
-            return y, (state, stats)
-
         remat = self.remat if remat is None else remat
-        if isinstance(remat, _remat.Policy):
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (arrays, states))
-            _remat.check(remat, layer, x, one, kwargs, scope="layer")
+        return _compiled_run(self.layers, x, states, kwargs, remat, self.unroll)
 
-        def body(x, layer_and_state):
-            return layer(x, layer_and_state, kwargs)
 
-        if remat:
-            # Inside a loop nothing can be merged across the recomputation, so the barriers against that are left out
-            policy = None if remat is True else remat
-            body = eqx.filter_checkpoint(body, prevent_cse=self.unroll > 1, policy=policy)
-        y, (states, stats) = jax.lax.scan(body, x, (arrays, states), unroll=self.unroll)
-        return y, states, jax.tree.map(lambda s: jnp.sum(s, axis=0, dtype=s.dtype), stats)
+def _run(layers: PyTree, x: Float[Array, "T D"], states: PyTree, kwargs: dict[str, Any], remat: Any, unroll: int):
+    """The loop over the depth."""
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def layer(x, layer_and_state, kwargs):
+        layer, state = layer_and_state
+        y, state, stats = eqx.combine(layer, static)(named_input(x), state, **kwargs)
+        return y, (state, stats)
+
+    if isinstance(remat, _remat.Policy):
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (arrays, states))
+        _remat.check(remat, layer, x, one, kwargs, scope="layer")
+
+    def body(x, layer_and_state):
+        return layer(x, layer_and_state, kwargs)
+
+    if remat:
+        # Inside a loop nothing can be merged across the recomputation, so the barriers against that are left out
+        policy = None if remat is True else remat
+        body = eqx.filter_checkpoint(body, prevent_cse=unroll > 1, policy=policy)
+    y, (states, stats) = jax.lax.scan(body, x, (arrays, states), unroll=unroll)
+    return y, states, jax.tree.map(lambda s: jnp.sum(s, axis=0, dtype=s.dtype), stats)
+
+
+# outside `jax.jit` the loop is compiled once, not at every call (see `ops._compiled`)
+_compiled_run = eqx.filter_jit(_run, inline=True)

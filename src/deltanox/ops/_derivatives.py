@@ -8,6 +8,13 @@ import jax
 from ._manual import alike
 
 
+def no_second_derivative(implementation: str, remedy: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"implementation='{implementation}' has a hand-derived backward pass, which has no derivative of its own: for "
+        f"a second derivative, {remedy}"
+    )
+
+
 def once_differentiable(implementation: str, remedy: str, *, inline: bool = True) -> Callable:
     """Decorate the backward pass of a `custom_vjp`: differentiating it raises NotImplementedError with the remedy.
     `inline=False` is for one that switches float64 on inside, which `jax.jit` around it would not see."""
@@ -17,10 +24,7 @@ def once_differentiable(implementation: str, remedy: str, *, inline: bool = True
 
         @guarded.defjvp
         def second(primals, tangents):
-            raise NotImplementedError(
-                f"implementation='{implementation}' has a hand-derived backward pass, which has no derivative of its "
-                f"own: for a second derivative, {remedy}"
-            )
+            raise no_second_derivative(implementation, remedy)
 
         # traced once: with jax_remat3 a forward pass is looked at twice, which JAX's custom_jvp alone doesn't stand
         return jax.jit(guarded, inline=True) if inline else guarded

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -36,7 +35,8 @@ def _dot_jvp(primals, tangents):
 # the batch as an axis of its own, or ȳ not yet written, XLA gathers ȳᵀ column by column, fused with whatever made ȳ.
 
 
-def _weight_gradient(y_bar: Float[Array, "*B O"], x: Float[Array, "*B I"]) -> Float[Array, "O I"]:
+def weight_gradient(y_bar: Float[Array, "*B O"], x: Float[Array, "*B I"]) -> Float[Array, "O I"]:
+    """ȳᵀ x, summed over all rows."""
     rows = tuple(range(x.ndim - 1))
 
     def on_cpu(y_bar, x):
@@ -67,7 +67,7 @@ def _term_transpose(y_bar, x, weight):
         return None, None
     if ad.is_undefined_primal(x):
         return jax.lax.dot_general(y_bar, weight, (((y_bar.ndim - 1,), (0,)), ((), ()))), None
-    return None, _weight_gradient(y_bar, x)
+    return None, weight_gradient(y_bar, x)
 
 
 def _term_batch(args, axes):
@@ -80,20 +80,3 @@ def _term_batch(args, axes):
 ad.primitive_jvps[_term_p] = _term_jvp
 ad.primitive_transposes[_term_p] = _term_transpose
 batching.primitive_batchers[_term_p] = _term_batch
-
-
-@custom_vmap
-def weight_gradient(y_bar: Float[Array, "*B O"], x: Float[Array, "*B I"], weight: Float[Array, "O I"]):
-    """ȳᵀ x over all rows: the gradient of `weight` [O I], for the backward pass of a `custom_vjp`.
-
-    Rows of an axis that `jax.vmap` maps, and not the weight, are summed too, as the weight's gradient asks for.
-    """
-    return _weight_gradient(y_bar, x)
-
-
-@weight_gradient.def_vmap
-def _weight_gradient_rule(size, batched, y_bar, x, weight):
-    if batched[2]:
-        return jax.vmap(_weight_gradient, [0 if b else None for b in batched[:2]])(y_bar, x), True
-    y_bar, x = (a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip((y_bar, x), batched))
-    return weight_gradient(y_bar, x, weight), False

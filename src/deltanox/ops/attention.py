@@ -1,13 +1,14 @@
 """Causal attention with grouped heads, packed and padded sequences, in memory that is linear in the number of
 tokens."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from ._compiled import compiled
 from ._derivatives import once_differentiable
 from ._dtypes import accumulator
 from ._manual import alike, constants
@@ -80,6 +81,12 @@ def causal_attention(
     Source: arXiv:1706.03762; grouped heads arXiv:2305.13245; blocks arXiv:2205.14135.
     """
     _check(q, k, v, offset, query_segments, key_segments, block_size)
+    offset = jnp.asarray(offset, jnp.int32)
+    return _attend(q, k, v, offset, query_segments, key_segments, scale=scale, block_size=block_size)
+
+
+@compiled("scale", "block_size")
+def _attend(q, k, v, offset, query_segments, key_segments, *, scale, block_size):
     *batch, T, n, hd = q.shape
     S, m = k.shape[-3:-1]
     if scale is None:
@@ -97,7 +104,7 @@ def causal_attention(
     if block_size == 0:
         out = checkpoint_name(_dense(q, k, v, offset, query_segments, key_segments, scale), "attention_out")
     else:
-        arrays = alike((q, k, v, jnp.asarray(offset, jnp.int32), query_segments, key_segments))
+        arrays = alike((q, k, v, offset, query_segments, key_segments))
         out = _flash((scale, block_size), *arrays)
     return jnp.moveaxis(out, -2, -4).reshape(*batch, T, n, v.shape[-1])  # pyright: ignore[reportArgumentType]
 
@@ -225,8 +232,13 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 
 def _backward(static, *args):
+    return _guarded_backward(static)(*args)
+
+
+@cache  # one function for all calls: outside `jax.jit` each would compile it again
+def _guarded_backward(static):
     once = once_differentiable("blocks", "pass block_size=0 to causal_attention")
-    return once(partial(_on_platform, _backward_blocks, static))(*args)
+    return once(partial(_on_platform, _backward_blocks, static))
 
 
 def _on_platform(f, static, *args):

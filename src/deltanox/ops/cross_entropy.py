@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ..remat import Policy
+from ._compiled import compiled
 from ._manual import alike, constants
 
 
@@ -70,6 +71,11 @@ def cross_entropy(
         )
     if block_size < 1:
         raise ValueError(f"cross_entropy: block_size must be at least 1, got {block_size}")
+    return _losses(hidden, head, labels, mask, block_size=block_size, remat=remat)
+
+
+@compiled("block_size", "remat")
+def _losses(hidden, head, labels, mask, *, block_size, remat):
     x = hidden.reshape(-1, hidden.shape[-1])
     y = labels.reshape(-1)
     if mask is not None:
@@ -161,6 +167,11 @@ def _blocks_forward(x, head, y, block_size):
 
 
 def _blocks_backward(block_size, residuals, cotangent):
+    return *_blocks_gradients(residuals, cotangent, block_size=block_size), None
+
+
+@compiled("block_size")
+def _blocks_gradients(residuals, cotangent, *, block_size):
     x, head, y, normaliser = residuals
     wide = _wide(x.dtype)
 
@@ -176,7 +187,7 @@ def _blocks_backward(block_size, residuals, cotangent):
     dhead = dblocks.reshape(-1, head.shape[1])
     if dlast is not None:
         dhead = jnp.concatenate([dhead, dlast])
-    return dx.astype(x.dtype), dhead, None
+    return dx.astype(x.dtype), dhead
 
 
 _blocks.defvjp(_blocks_forward, _blocks_backward)

@@ -17,13 +17,17 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
-from ._derivatives import once_differentiable
+from ._compiled import compiled
+from ._derivatives import no_second_derivative, once_differentiable
 from ._kernels import on_engine
-from ._manual import alike, result
+from ._manual import alike, constants, result
 from ._product import dot, weight_gradient
 
 ROWS, COLUMNS = 256, 1024  # of a block
@@ -165,21 +169,21 @@ def _on_engine(options: Options, plain, kernel, *arrays):
     return on_engine(options.engine, "gated_rms_norm", xla, tpu, *arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_projection(options: Options, x, z, weight, projection):
-    return dot(_on_engine(options, _by_heads, _forward, x, z, weight), projection)
+def _kernel_forward(
+    options: Options, x: Float[Array, "*B T HV"], z: Float[Array, "*B T HV"], weight: Float[Array, " V"]
+):
+    """y, by the implementation that is asked for."""
+    rows = (x.reshape(-1, *x.shape[-2:]), z.reshape(-1, *x.shape[-2:]))
+    return _on_engine(options, _by_heads, _forward, *rows, _per_row(weight, rows[0])).reshape(x.shape)
 
 
-def _once(options: Options):
-    return once_differentiable("pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'")
+def _per_row(weight: Float[Array, " V"], x: Float[Array, "B T HV"]) -> Float[Array, "B 1 V"]:
+    return jnp.broadcast_to(weight, (x.shape[0], 1, weight.shape[0]))
 
 
-def _vjp_forward(options: Options, x, z, weight, projection):
-    y = _once(options)(lambda *arrays: _on_engine(options, _by_heads, _forward, *arrays))(x, z, weight)
-    return dot(y, projection), (x, z, weight, projection)
+def _gradients(options: Options, x, z, weight, projection, d_out):
+    """Gradients of the four arrays: of x and z [*B T HV] row by row, of the weights summed over all rows."""
 
-
-def _vjp_backward(options: Options, kept, out_bar):
     def plain(x, z, weight, dy, *, options):
         y, pull = jax.vjp(functools.partial(_by_heads, options=options), x, z, weight)
         dx, dz, dweight = pull(dy)
@@ -188,16 +192,109 @@ def _vjp_backward(options: Options, kept, out_bar):
     def kernel(*arrays, **settings):
         return tuple(_backward(*arrays, **settings))
 
-    def backward(x, z, weight, projection, out_bar):
-        dy = jax.lax.dot_general(out_bar, projection, (((out_bar.ndim - 1,), (0,)), ((), ())))
-        dx, dz, y, dweight = _on_engine(options, plain, kernel, x, z, weight, dy)
-        # before anything goes on with dx: y's memory is free by then
-        return jax.lax.optimization_barrier((dx, dz, dweight, weight_gradient(out_bar, y, projection)))
+    rows = tuple(a.reshape(-1, *a.shape[-2:]) for a in (x, z, d_out))
+    dy = jax.lax.dot_general(rows[2], projection, (((2,), (0,)), ((), ())))
+    dx, dz, y, dweight = _on_engine(options, plain, kernel, *rows[:2], _per_row(weight, rows[0]), dy)
+    # before anything goes on with dx: y's memory is free by then
+    dx, dz, dweight, d_projection = jax.lax.optimization_barrier((dx, dz, dweight, weight_gradient(rows[2], y)))
+    return dx.reshape(x.shape), dz.reshape(z.shape), jnp.sum(dweight, (0, 1)), d_projection
 
-    return _once(options)(backward)(*kept, out_bar)
+
+@compiled("options")
+def _compiled_norm_projection(x, z, weight, projection, *, options: Options):
+    return _norm_projection(options, x, z, weight, projection)
 
 
-_norm_projection.defvjp(_vjp_forward, _vjp_backward)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _norm_projection(options: Options, x, z, weight, projection):
+    return dot(_kernel_forward(options, x, z, weight), projection)
+
+
+# The derivative is a linear primitive with a transpose of its own, and no `custom_vjp`, for the sake of `jax.vmap`. The
+# gradients of the two weights are sums over all rows, and only the order of the transforms tells which rows those are:
+# in grad of vmap the mapped axis is summed over, in vmap of grad it is not. A `custom_vjp` sees the same arguments in
+# both. Here the map over the forward pass makes more rows of this primitive (`_tangent_batch`), which its transpose
+# then sums, while a map over the backward pass finds plain products.
+
+
+@functools.partial(_norm_projection.defjvp, symbolic_zeros=True)
+def _norm_projection_jvp(options: Options, primals, tangents):
+    x, z, weight, projection = primals
+    y = _guarded(_kernel_forward, options)(x, z, weight)
+    zeros = [constants(jnp.zeros(t.shape, t.dtype), x) if isinstance(t, SymbolicZero) else t for t in tangents]
+    return dot(y, projection), _tangent_p.bind(*zeros, *primals, options=options)
+
+
+def _refusal(options: Options) -> tuple[str, str]:
+    return "pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'"
+
+
+@functools.cache  # one function for all calls: outside `jax.jit` each would compile it again
+def _guarded(f, options: Options):
+    return once_differentiable(*_refusal(options))(functools.partial(f, options))
+
+
+def _tangent(*arrays, options: Options):
+    """The derivative in forward mode, by the formula. The weights may have axes in front that all arrays share."""
+
+    def value(x, z, weight, projection):
+        rows = x.reshape(-1, *x.shape[-2:]), z.reshape(-1, *x.shape[-2:])
+        return dot(_by_heads(*rows, _per_row(weight, rows[0]), options=options).reshape(x.shape), projection)
+
+    def tangent(*arrays):
+        return jax.jvp(value, arrays[4:], arrays[:4])[1]
+
+    for _ in range(arrays[6].ndim - 1):
+        tangent = jax.vmap(tangent)
+    return tangent(*arrays)
+
+
+_tangent_p = Primitive("gated_norm_projection_tangent")
+_tangent_p.def_impl(jax.jit(_tangent, static_argnames="options"))
+_tangent_p.def_abstract_eval(
+    lambda *arrays, options: jax.make_jaxpr(functools.partial(_tangent, options=options))(*arrays).out_avals[0]
+)
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
+
+
+def _tangent_jvp(primals, tangents, *, options: Options):
+    if not all(isinstance(t, ad.Zero) for t in tangents[4:]):
+        raise no_second_derivative(*_refusal(options))
+    moved = [ad.instantiate_zeros(t) for t in tangents[:4]]
+    return tuple(_tangent_p.bind(*x, *primals[4:], options=options) for x in (primals[:4], moved))
+
+
+def _tangent_transpose(d_out, *arrays, options: Options):
+    if isinstance(d_out, ad.Zero):
+        return (None,) * 8
+    gradients = _guarded(_gradients, options)
+    for _ in range(arrays[6].ndim - 1):
+        gradients = jax.vmap(gradients)
+    wanted = map(ad.is_undefined_primal, arrays[:4])
+    return (*(g if w else None for g, w in zip(gradients(*arrays[4:], d_out), wanted)), *(None,) * 4)
+
+
+def _tangent_batch(arrays, axes, *, options: Options):
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes) if axis is not None)
+
+    def in_front(x, axis):
+        return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+
+    weights = (2, 3, 6, 7)
+    shared = all(axes[i] is None for i in weights)  # the same weights for all: more rows of one product
+    models = arrays[6].ndim - 1  # axes that the weights have already
+    moved = []
+    for i, (x, axis) in enumerate(zip(arrays, axes)):
+        if not (shared and i in weights):
+            x = in_front(x, axis)
+            x = jnp.moveaxis(x, 0, models) if shared else x
+        moved.append(x)
+    return _tangent_p.bind(*moved, options=options), models if shared else 0
+
+
+ad.primitive_jvps[_tangent_p] = _tangent_jvp
+ad.primitive_transposes[_tangent_p] = _tangent_transpose
+batching.primitive_batchers[_tangent_p] = _tangent_batch
 
 
 def gated_norm_projection(
@@ -216,5 +313,5 @@ def gated_norm_projection(
     """
     arrays = (x, z, weight.astype(jnp.float32), projection.astype(x.dtype))
     x, z, weight, projection = alike(arrays)
-    out: Any = _norm_projection(Options(eps, gate, implementation), x[None], z[None], weight[None, None], projection)
-    return out[0]
+    out: Any = _compiled_norm_projection(x, z, weight, projection, options=Options(eps, gate, implementation))
+    return out

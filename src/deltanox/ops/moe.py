@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from ._compiled import compiled
 from ._dtypes import accumulator
 from ._grouped import block_dot
 from ._moves import move_rows
@@ -82,6 +83,11 @@ def expert_mlp(
     **Raises:** `ValueError` for shapes or dtypes that don't fit.
     """
     _check(x, experts, weights, gate_up, down, mask, block_size)
+    return _experts(x, experts, weights, gate_up, down, mask, block_size=block_size)
+
+
+@compiled("block_size")
+def _experts(x, experts, weights, gate_up, down, mask, *, block_size):
     *batch, D = x.shape
     k, num_experts, inner = experts.shape[-1], gate_up.shape[0], down.shape[2]
     if x.size == 0:

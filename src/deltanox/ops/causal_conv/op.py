@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..._types import Implementation, Mask, SegmentIds
+from .._compiled import compiled
 from .._dtypes import accumulator
 from .._manual import alike
 from .._segments import boundaries
@@ -73,6 +74,13 @@ def causal_conv1d(
     op = "causal_conv1d"
     check_shapes(op, x, weight, bias, initial_state, segment_ids, mask)
     check_options(op, activation=activation, implementation=implementation)
+    return _apply(
+        x, weight, bias, initial_state, segment_ids, mask, activation=activation, implementation=implementation
+    )
+
+
+@compiled("activation", "implementation")
+def _apply(x, weight, bias, initial_state, segment_ids, mask, *, activation, implementation):
     lead, (length, channels), past = x.shape[:-2], x.shape[-2:], weight.shape[1] - 1
     accumulate = accumulator(x.dtype)
 
@@ -96,7 +104,7 @@ def causal_conv1d(
             against = None if implementation == "xla" else reason_against(x, weight)
             require(
                 implementation != "pallas" or against is None,
-                f"{op}: implementation='pallas' cannot take these inputs: {against}; use 'auto' or 'xla'",
+                f"causal_conv1d: implementation='pallas' cannot take these inputs: {against}; use 'auto' or 'xla'",
             )
             y = conv(*arrays, activation, "xla" if against else implementation)
         state = final_state(x, initial_state, boundary, mask, past)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._derivatives import once_differentiable
+from .._float64 import in_float64
 
 
 def recurrence(
@@ -52,29 +52,15 @@ def recurrence(
 
 
 def reference(x, weight, bias, initial_state, boundary, mask, activation):
-    """`recurrence` in float64, whatever the dtype of its arrays and JAX's x64 switch. Slow: for checks.
+    """`recurrence` in float64, whatever the dtype of its arrays and JAX's x64 switch (`in_float64`). Slow: for checks.
 
-    With x64 off the derivative is taken here, in reverse mode and once; with x64 on every derivative exists.
+    Results are cast to x's dtype.
     """
+    return _reference((x, weight, bias, initial_state), (boundary, mask), activation)
 
-    def wide(x, weight, bias, initial_state):
-        bias = None if bias is None else bias.astype(jnp.float64)
-        inputs, taps, before = (a.astype(jnp.float64) for a in (x, weight, initial_state))
-        y, state = recurrence(inputs, taps, bias, before, boundary, mask, activation)
-        return y.astype(x.dtype), state.astype(x.dtype)
 
-    if jax.config.read("jax_enable_x64"):
-        return wide(x, weight, bias, initial_state)
-
-    @jax.custom_vjp
-    def op(*floats):
-        with jax.enable_x64(True):
-            return wide(*floats)
-
-    @once_differentiable("reference", "switch on jax_enable_x64", inline=False)
-    def backward(floats, cotangents):
-        with jax.enable_x64(True):
-            return jax.vjp(wide, *floats)[1](cotangents)
-
-    op.defvjp(lambda *floats: (op(*floats), floats), backward)
-    return op(x, weight, bias, initial_state)
+@in_float64
+def _reference(floats, rest, activation):
+    x, weight, bias, before = (None if a is None else a.astype(jnp.float64) for a in floats)
+    y, state = recurrence(x, weight, bias, before, *rest, activation)
+    return y.astype(floats[0].dtype), state.astype(floats[0].dtype)

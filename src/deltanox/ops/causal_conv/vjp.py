@@ -9,7 +9,7 @@ column reductions, this one 100 ms. Rows are added in groups of eight, all taps 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
@@ -118,7 +118,8 @@ def forward(x, weight, bias, past, boundary, mask, activation, engine):
     return out, (x, weight, bias, past, boundary, mask)
 
 
-def backward(activation, engine, saved, dy):
+@cache  # one function for all calls: outside `jax.jit` each would compile it again
+def _guarded_gradients(activation, engine: Engine):
     @once_differentiable("pallas" if engine == "pallas" else "xla", "use implementation='chunked'")
     def gradients(saved, dy):
         def xla(*arrays):
@@ -129,7 +130,11 @@ def backward(activation, engine, saved, dy):
 
         return _run(engine, xla, kernels, *saved, dy)
 
-    return *gradients(saved, dy), None, None
+    return gradients
+
+
+def backward(activation, engine, saved, dy):
+    return *_guarded_gradients(activation, engine)(saved, dy), None, None
 
 
 conv.defvjp(forward, backward)

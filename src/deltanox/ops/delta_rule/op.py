@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..._types import Implementation, Mask, Precision, SegmentIds, State
+from .._compiled import compiled
 from .._dtypes import accumulator
 from .._manual import alike
 from .._segments import boundaries
@@ -116,6 +117,10 @@ def gated_delta_rule(
     )  # fmt: skip
 
 
+@compiled(
+    "op", "key_heads", "key_size", "value_size", "scale", "l2norm_eps", "chunk_size", "implementation", "precision",
+    "state_dtype", "decay_dtype", "residuals", "overwrite",
+)  # fmt: skip
 def apply(
     op: str, arrays: tuple[Array, ...], g, beta, initial_state, segment_ids, mask, *, key_heads: int, key_size: int,
     value_size: int, scale, l2norm_eps: float | None, chunk_size, implementation, precision, state_dtype, decay_dtype,

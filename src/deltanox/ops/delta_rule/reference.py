@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._derivatives import once_differentiable
+from .._float64 import in_float64
 
 BLOCK = 32  # tokens whose states are computed again in the backward pass, instead of being kept
 
@@ -88,30 +88,16 @@ def recurrence(
 
 
 def reference(q, k, v, g, beta, initial_state, boundary, mask, *, scale, l2norm_eps):
-    """`recurrence` in float64, whatever the dtype of its arrays and JAX's x64 switch. Slow: for checks.
+    """`recurrence` in float64, whatever the dtype of its arrays and JAX's x64 switch (`in_float64`). Slow: for checks.
 
-    Results are cast to the dtypes of `v` and of `initial_state`. With x64 off, JAX cannot differentiate through
-    float64 by itself, so
-    the derivative is taken here, in float64 too: reverse mode, once. With x64 on, every derivative exists.
+    Results are cast to the dtypes of `v` and of `initial_state`.
     """
+    return _reference((q, k, v, g, beta, initial_state), (boundary, mask), (scale, l2norm_eps))
 
-    def wide(q, k, v, g, beta, initial_state):
-        inputs = [x.astype(jnp.float64) for x in (q, k, v, g, beta, initial_state)]
-        out, state = recurrence(*inputs, boundary, mask, scale=scale, l2norm_eps=l2norm_eps)
-        return out.astype(v.dtype), state.astype(initial_state.dtype)
 
-    if jax.config.read("jax_enable_x64"):
-        return wide(q, k, v, g, beta, initial_state)
-
-    def forward(*floats):
-        with jax.enable_x64(True):
-            return wide(*floats)
-
-    @once_differentiable("reference", "switch on jax_enable_x64", inline=False)
-    def backward(floats, cotangents):
-        with jax.enable_x64(True):
-            return jax.vjp(wide, *floats)[1](cotangents)
-
-    op = jax.custom_vjp(forward)
-    op.defvjp(lambda *floats: (forward(*floats), floats), backward)
-    return op(q, k, v, g, beta, initial_state)
+@in_float64
+def _reference(floats, rest, options):
+    (boundary, mask), (scale, l2norm_eps) = rest, options
+    wide = [x.astype(jnp.float64) for x in floats]
+    out, state = recurrence(*wide, boundary, mask, scale=scale, l2norm_eps=l2norm_eps)
+    return out.astype(floats[2].dtype), state.astype(floats[5].dtype)

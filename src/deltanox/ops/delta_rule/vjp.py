@@ -92,14 +92,19 @@ def rule(options: Options, inputs: Inputs, initial_state: Float[Array, "B H K V"
     return _run(options, inputs, initial_state, keep=False)[:2]
 
 
-def _once(options: Options):
-    return once_differentiable("pallas" if options.engine == "pallas" else "xla", "use implementation='chunked'")
+@functools.cache  # one function for all calls: outside `jax.jit` each would compile it again
+def _guarded(f, options: Options):
+    implementation = "pallas" if options.engine == "pallas" else "xla"
+    return once_differentiable(implementation, "use implementation='chunked'")(functools.partial(f, options))
+
+
+def _run_keeping(options: Options, inputs: Inputs, initial_state):
+    return _run(options, inputs, initial_state, keep=True)
 
 
 def _forward(options: Options, inputs: Inputs, initial_state):
-    run = functools.partial(_run, options, keep=True)
     # XLA's code could be differentiated here, the kernels cannot: the sentence comes first
-    run = run if options.engine == "xla" else _once(options)(run)
+    run = functools.partial(_run_keeping, options) if options.engine == "xla" else _guarded(_run_keeping, options)
     out, state, states, t_inv = run(inputs, initial_state)
     out, states = checkpoint_name(out, "gdn_out"), checkpoint_name(states, "gdn_states")
     t_inv = None if t_inv is None else checkpoint_name(t_inv, "gdn_t_inv")
@@ -126,20 +131,20 @@ def _gradients_xla(inputs: Inputs, saved: Saved, out_bar, state_bar, *, options:
     return tuple(arrays), g, beta, returned(state_bar)
 
 
+def _gradients(options: Options, inputs: Inputs, saved: Saved, cotangents):
+    def xla(inputs, saved, out_bar, state_bar):
+        return _gradients_xla(inputs, saved, out_bar, state_bar, options=options)
+
+    def kernel(inputs, saved, out_bar, state_bar, *, interpret):
+        return tpu.gradients(inputs, *saved[:2], out_bar, state_bar, options=options, interpret=interpret)
+
+    arguments = (inputs, saved._replace(out=None), *cotangents)
+    arrays, g, beta, state_bar = on_engine(options.engine, "gated_delta_rule", xla, kernel, *arguments)
+    return Inputs(arrays, g, beta, None, None), state_bar
+
+
 def _backward(options: Options, kept, cotangents):
-    @_once(options)
-    def gradients(inputs, saved, cotangents):
-        def xla(inputs, saved, out_bar, state_bar):
-            return _gradients_xla(inputs, saved, out_bar, state_bar, options=options)
-
-        def kernel(inputs, saved, out_bar, state_bar, *, interpret):
-            return tpu.gradients(inputs, *saved[:2], out_bar, state_bar, options=options, interpret=interpret)
-
-        arguments = (inputs, saved._replace(out=None), *cotangents)
-        arrays, g, beta, state_bar = on_engine(options.engine, "gated_delta_rule", xla, kernel, *arguments)
-        return Inputs(arrays, g, beta, None, None), state_bar
-
-    return gradients(*kept, cotangents)
+    return _guarded(_gradients, options)(*kept, cotangents)
 
 
 rule.defvjp(_forward, _backward)
