@@ -138,5 +138,6 @@ def _run(layers: PyTree, x: Float[Array, "T D"], states: PyTree, kwargs: dict[st
     return y, states, jax.tree.map(lambda s: jnp.sum(s, axis=0, dtype=s.dtype), stats)
 
 
-# outside `jax.jit` the loop is compiled once, not at every call (see `ops._compiled`)
-_compiled_run = eqx.filter_jit(_run, inline=True)
+# Outside `jax.jit` the loop is compiled once, not at every call (see `ops._compiled`). It is not traced in place, so
+# that its transpose is compiled once too.
+_compiled_run = eqx.filter_jit(_run)

@@ -1,7 +1,7 @@
 """Bodies of ops as compiled functions, for calls outside `jax.jit`."""
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 
 import jax
 
