@@ -50,6 +50,34 @@ def environment(**extra: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+_CLAIMS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "JAX_FORCE_TPU_INIT")
+
+
+def attached(root: str = "/") -> bool:
+    """Whether there is any sign of a TPU: a device of this machine, or an environment variable that claims one. Without
+    one libtpu, where it is installed, cannot but fail. `root` is where /dev and /sys are looked for."""
+    platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
+    if "tpu" in platforms or any(name in os.environ for name in _CLAIMS):
+        return True
+    if any(Path(root).glob("dev/accel*")) or any(Path(root).glob("dev/vfio/[0-9]*")):
+        return True
+    for vendor in Path(root).glob("sys/bus/pci/devices/*/vendor"):
+        with contextlib.suppress(OSError):
+            kind = vendor.with_name("class").read_text().strip()
+            # Google's network cards (0x02) and disks (0x01) are in virtual machines without a TPU too
+            if vendor.read_text().strip() == "0x1ae0" and not kind.startswith(("0x01", "0x02")):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Where no TPU is attached, libtpu doesn't print that it finds none when JAX looks for devices. Where one is,
+    nothing changes: a failure of it is heard."""
+    with contextlib.nullcontext() if attached() else environment():
+        yield
+
+
 def missing() -> str:
     """Why nothing can be compiled for a TPU here; "" if it can."""
     if os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu") is not None:
