@@ -70,7 +70,8 @@ def _run(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command += ["--steps", str(arguments.steps)] + [part for value in arguments.set for part in ("--set", value)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"bench train: the process of {side} failed:\n{done.stderr.strip()[-2000:]}")
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ValueError(f"bench train: the process of {side} failed: {last}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -208,8 +208,8 @@ class Config:
             )
         if self.implementation == "reference":
             raise ValueError(
-                "config: implementation must be one that trains, but it is 'reference', the definition in float64, token "
-                "by token, for checks: take 'auto', or 'chunked' for an implementation that JAX differentiates"
+                "config: implementation must be one that trains, but it is 'reference', the definition in float64 for "
+                "checks: take 'auto', or 'chunked', which JAX differentiates"
             )
         if self.optimiser.warmup_steps >= self.train.steps:
             raise ValueError(
