@@ -71,10 +71,10 @@ def attached(root: str = "/") -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet(root: str = "/") -> Iterator[None]:
     """Where no TPU is attached, libtpu doesn't print that it finds none when JAX looks for devices. Where one is,
     nothing changes: a failure of it is heard."""
-    with contextlib.nullcontext() if attached() else environment():
+    with contextlib.nullcontext() if attached(root) else environment():
         yield
 
 

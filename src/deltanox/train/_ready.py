@@ -20,7 +20,7 @@ def ready_configs() -> dict[str, Path]:
 def _order(path: Path) -> tuple[bool, float, str]:
     """Qwen3.5 before Qwen3-Next, and each by billions of parameters."""
     size = re.search(r"_([\d.]+)b", path.stem)
-    return path.stem.startswith("qwen3_next"), float(size[1]) if size else 0, path.stem
+    return path.stem.startswith("qwen3_next"), float(size[1]) if size else 0.0, path.stem
 
 
 def find_config(name: str | Path) -> Path:
