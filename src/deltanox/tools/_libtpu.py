@@ -82,7 +82,7 @@ def missing() -> str:
     """Why nothing can be compiled for a TPU here; "" if it can."""
     if os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu") is not None:
         return ""
-    return "libtpu is not installed: pip install libtpu (Linux on x86-64; schedules are read from version 0.0.52)"
+    return "libtpu is not installed: pip install 'libtpu>=0.0.52' (Linux on x86-64)"
 
 
 def _loaded() -> bool:
@@ -106,9 +106,18 @@ def load() -> Dump:
 
 
 def _topology(name: str, **options: Any) -> list[Any]:
+    from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    if set(name.partition(":")[2].split("x")) == {"1"}:
+        options["chips_per_host_bounds"] = [1, 1, 1]  # libtpu before 0.0.52 takes 2x2x1 otherwise, and refuses
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    except JaxRuntimeError as error:
+        sentence = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"aot: libtpu does not make the topology `{name}`: {sentence}; take another one, or a newer libtpu"
+        ) from None
 
 
 @functools.cache
