@@ -1,6 +1,10 @@
 """The command line: sentences for wrong use, and one small run from text to text."""
 
+import importlib.util
+import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +16,7 @@ import deltanox
 from checkpoints import same
 from deltanox.cli import main
 from deltanox.interop import load
-from deltanox.train import BOUNDARY, find_checkpoint, read_log
+from deltanox.train import BOUNDARY, find_checkpoint, read_log, ready_configs
 from deltanox.train._sample import _decode, load_parameters
 
 CONFIG = """
@@ -71,7 +75,7 @@ print("heavy", *({"deltanox.train", "optax", "matplotlib", "tqdm"} & set(sys.mod
         env={"PYTHONPATH": str(Path(deltanox.__file__).parents[1]), "PATH": "", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    for command in ("train", "generate", "convert", "aot", "bench"):
+    for command in ("train", "generate", "convert", "configs", "aot", "bench"):
         assert command in done.stdout
     assert done.stdout.rstrip().endswith("heavy")
 
@@ -81,9 +85,29 @@ print("heavy", *({"deltanox.train", "optax", "matplotlib", "tqdm"} & set(sys.mod
     [
         (
             ["train"],
-            "deltanox: train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume",
+            "deltanox: train: give a config, such as qwen3_5_nano (`deltanox configs` lists them), or the folder of a run",
         ),
         (["train", "none.toml"], "deltanox: config: there is no file `none.toml`"),
+        (["train", "text"], "deltanox: config: `text` is a folder and no ready config of that name; give the path"),
+        (["train", "--text", "small.toml"], "deltanox: train: give a config and text, but `--text small.toml` is all"),
+        (["train", "--text", "text", "--set", "a=b"], "deltanox: train: give a config, such as qwen3_5_nano"),
+        (["train", "--text", "text", "small.toml", "--set", "train.steps=0"], "deltanox: config: train.steps must be"),
+        (
+            ["train", "--text", "text", "qwen3_5_nano", "--set", "train.steps=0"],
+            "deltanox: config: train.steps must be",
+        ),
+        (["train", "small.toml", "--set", "implementation=reference"], "deltanox: config: implementation must be one"),
+        (["configs", "qwen3_5_nan"], "deltanox: config: there is no file `qwen3_5_nan` and no ready config of that"),
+        (
+            ["convert", "text", "out", "--dtype", "float9"],
+            "deltanox: convert: `dtype` must be one of bfloat16, float16",
+        ),
+        (["convert", "text", "out", "--dtype", "int8"], "deltanox: convert: `dtype` must be one of bfloat16, float16"),
+        (["bench", "load", "--dtype", "float9"], "deltanox: bench load: `dtype` must be one of bfloat16, float16"),
+        (["bench", "train", "none.toml"], "deltanox: config: there is no file `none.toml`"),
+        (["bench", "step", "none.toml"], "deltanox: config: there is no file `none.toml`"),
+        (["bench", "decode", "none.toml", "--no-peer"], "deltanox: config: there is no file `none.toml`"),
+        (["aot", "none.toml"], "deltanox: config: there is no file `none.toml`"),
         (["train", "small.toml", "--set", "model.depth=4"], "deltanox: config: there is no `model.depth`; "),
         (["train", "small.toml", "--text", "nowhere"], "deltanox: text: `nowhere` is neither a file nor a folder"),
         (["train", "--resume", "nowhere"], "deltanox: checkpoint: there is no folder `nowhere`"),
@@ -97,6 +121,73 @@ def test_wrong_use_is_one_sentence(config, capsys, arguments, sentence):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(sentence) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, without",
+    [(["decode", "small.toml"], "--no-peer"), (["train", "small.toml"], "--side deltanox")],
+)
+def test_a_benchmark_says_which_peer_is_missing(config, capsys, monkeypatch, arguments, without):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else name)
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"deltanox: bench {arguments[0]}: the peer needs torch and transformers, but transformers cannot"
+    )
+    assert error.endswith(f"pip install torch transformers, or leave the peer out with {without}\n")
+
+
+def test_the_config_behind_text_leaves_the_text(config, monkeypatch, capsys):
+    """`--text a b small.toml`: the last is the config, the others are the text, with --resume all are."""
+    seen = {}
+    monkeypatch.setattr(deltanox.train, "train", lambda config, **options: seen.update(options, config=config))
+    assert main(["train", "--text", "text", "more", config]) == 0
+    assert seen["text"] == ["text", "more"] and seen["name"] == "small" and seen["config"].train.steps == 4
+    assert main(["train", config, "--text", "text", "more.toml"]) == 0
+    assert seen["text"] == ["text", "more.toml"]
+
+
+def test_a_name_with_a_dot_names_the_run(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(deltanox.train, "train", lambda config, **options: seen.update(options, config=config))
+    assert main(["train", "qwen3_5_0.8b"]) == 0
+    assert seen["name"] == "qwen3_5_0.8b"
+
+
+def test_ready_configs_are_listed_and_printed(capsys):
+    assert main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(ready_configs())
+    assert any(line.startswith("qwen3_5_nano ") and "6,911,152 parameters" in line for line in lines)
+    assert main(["configs", "qwen3_5_nano"]) == 0
+    assert capsys.readouterr().out == ready_configs()["qwen3_5_nano"].read_text("utf-8")
+
+
+def test_the_benchmarks_are_described(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    told = capsys.readouterr().out
+    for name in ("decode", "gdn", "load", "peers", "remat", "step", "train"):
+        assert re.search(rf"^  {name} +[A-Z].{{20,}}$", told, re.MULTILINE), told
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_converted_checkpoint_is_told_and_readable_by_others(tmp_path, capsys):
+    """Every file has the permissions of a new one, whatever those of the files that it is a copy of."""
+    source = tmp_path / "source"
+    shutil.copytree(Path(__file__).parent / "interop" / "fixtures" / "qwen3_5", source)
+    (source / "generation_config.json").chmod(0o400)
+    before = os.umask(0o027)
+    try:
+        assert main(["convert", str(source), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "out").iterdir())
+    assert {path.name for path in files} == {"config.json", "model.safetensors", "generation_config.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+    size = sum(path.stat().st_size for path in files)
+    assert capsys.readouterr().out == f"wrote 3 files, {size / 1e3:.1f} kB, to {tmp_path / 'out'}\n"
 
 
 def test_bytes_become_text_as_soon_as_they_are_characters():

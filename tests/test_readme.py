@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
+import deltanox
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_python_blocks_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 2
+def test_there_are_python_blocks():
+    assert len(BLOCKS) >= 6
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[" ".join(block.split()[:4]) for block in BLOCKS])
+def test_each_python_block_runs_alone(block):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        [sys.executable, "-W", "error", "-c", block],
         capture_output=True,
         text=True,
         env=environment,
@@ -25,6 +31,14 @@ def test_python_blocks_run():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_checker_is_not_switched_on_too_late():
+    """The block of the checker, pasted after another, says so."""
+    assert deltanox.__name__ in sys.modules
+    (block,) = [block for block in BLOCKS if "install_import_hook" in block]
+    with pytest.raises(AssertionError, match="start a new Python"):
+        exec(block, {})
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!https?:)([^)#]+)\)", README))

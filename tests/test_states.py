@@ -157,6 +157,9 @@ def test_a_state_in_a_file(tmp_path, model, dtype):
     model = Precision(compute=dtype).cast_compute(model)
     _, state = prefill(model, draw(7, 2, 9), capacity=16)
     save_state(tmp_path / "state", state, model)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "state").stat().st_mode == (tmp_path / "other").stat().st_mode  # as umask has it
+    (tmp_path / "other").unlink()
     again = load_state(tmp_path / "state", model)
     assert jax.tree.structure(again) == jax.tree.structure(state) and equal(again, state)
     assert [x.dtype for x in jax.tree.leaves(again)] == [x.dtype for x in jax.tree.leaves(state)]

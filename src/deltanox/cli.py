@@ -1,16 +1,21 @@
-"""The command `deltanox`: train | generate | convert | aot | bench.
+"""The command `deltanox`: train | generate | convert | configs | aot | bench.
 
 Nothing heavy is imported before a subcommand runs.
 """
 
 import argparse
+import ast
 import importlib
+import importlib.metadata
 import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deltanox.tools._libtpu import quiet
 
+
+@quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr."""
     parser = _parser()
@@ -28,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deltanox", description="Train and run hybrid linear-attention language models."
     )
+    parser.add_argument("--version", action="version", version=_version(), help="print versions and leave")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(
@@ -35,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         help="train a model from a TOML config",
         description="Train a model. The run's folder gets log.jsonl, loss.png and checkpoints.",
     )
-    train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; may be left out with --resume")
+    train.add_argument("config", nargs="?", metavar="CONFIG", help=f"{_CONFIG_HELP}; may be left out with --resume")
     train.add_argument(
         "--set",
         action="append",
@@ -105,12 +111,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.set_defaults(run=_convert)
 
+    configs = commands.add_parser(
+        "configs",
+        help="the ready configs",
+        description="List the ready configs, whose names stand for a CONFIG, or print one, to make your own of it.",
+    )
+    configs.add_argument("name", nargs="?", metavar="NAME", help="print this one")
+    configs.set_defaults(run=_configs)
+
     aot = commands.add_parser(
         "aot",
         help="compile a config's training step for a TPU that is not there",
         description="Compile for a TPU ahead of time, without one, and print memory, kernels, work and roofline time.",
     )
-    aot.add_argument("config", metavar="CONFIG", help="TOML file")
+    aot.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
     aot.add_argument(
         "--set",
         action="append",
@@ -132,31 +146,50 @@ def _parser() -> argparse.ArgumentParser:
     aot.add_argument("--json", action="store_true", help="print JSON instead of a table")
     aot.set_defaults(run=_aot)
 
+    benchmarks = _benchmarks()
     bench = commands.add_parser(
-        "bench", help="measure speed", description="Measure speed; everything after NAME goes to the benchmark."
+        "bench",
+        help="measure speed",
+        description="Measure speed; everything after NAME goes to the benchmark.",
+        epilog="benchmarks:\n" + "\n".join(f"  {name:8s}{told}" for name, told in benchmarks.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument("name", choices=_benchmarks(), metavar="NAME", help=", ".join(_benchmarks()))
+    bench.add_argument("name", choices=benchmarks, metavar="NAME", help=", ".join(benchmarks))
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see `deltanox bench NAME --help`")
     bench.set_defaults(run=_bench)
     return parser
 
 
+_CONFIG_HELP = "name of a ready config (see `deltanox configs`) or path of a TOML file"
+
+
+def _version() -> str:
+    """This library's version and those that its results depend on."""
+    from deltanox import __version__
+
+    others = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "equinox"))
+    return f"deltanox {__version__} ({others}, Python {sys.version.split()[0]})"
+
+
 def _train(arguments: argparse.Namespace) -> int:
-    from deltanox.train import TrainingDiverged, find_checkpoint, read_config, train
+    from deltanox.train import TrainingDiverged, find_checkpoint, find_config, read_config, train
     from deltanox.train._config import apply_overrides, config_from_dict
     from deltanox.train._from import start_from
     from deltanox.train._loop import default_model
     from deltanox.train._sample import sample_text
 
+    if arguments.config is None and arguments.resume is None and arguments.text[-1:]:
+        arguments.config = _config_behind_text(arguments)
     if arguments.config is not None:
         config = read_config(arguments.config, arguments.set)
-        name = Path(arguments.config).stem
+        name = find_config(arguments.config).stem
     elif arguments.resume is not None:
         config = config_from_dict(apply_overrides(find_checkpoint(arguments.resume).record["config"], arguments.set))
         name = ""
     else:
         raise ValueError(
-            "train: give a config, such as configs/qwen3_5_nano.toml, or the folder of a run with --resume"
+            "train: give a config, such as qwen3_5_nano (`deltanox configs` lists them), or the folder of a run with "
+            "--resume"
         )
     make_model = default_model
     if arguments.start is not None:
@@ -171,6 +204,21 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"deltanox: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _config_behind_text(arguments: argparse.Namespace) -> str | None:
+    """The config of `--text PATH ... CONFIG`, which argparse counts among the paths: it leaves them."""
+    from deltanox.train import ready_configs
+
+    last = arguments.text[-1]
+    if not (last.endswith(".toml") or (last in ready_configs() and not Path(last).exists())):
+        return None
+    if len(arguments.text) == 1:
+        raise ValueError(
+            f"train: give a config and text, but `--text {last}` is all there is, and a config by its name: write the "
+            "config before --text"
+        )
+    return arguments.text.pop()
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -199,10 +247,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from deltanox.interop import load, save
+    from deltanox.interop._load import floating_dtype
     from deltanox.train import BYTES
     from deltanox.train._sample import load_parameters, load_vocabulary
 
     vocabulary = BYTES
+    dtype = None if arguments.dtype is None else floating_dtype("convert", arguments.dtype)
     source, like = Path(arguments.source), arguments.like
     if (source / "config.json").is_file():
         model, config = load(source)
@@ -215,8 +265,30 @@ def _convert(arguments: argparse.Namespace) -> int:
             raise ValueError("convert: give --like or --text-only, not both: one takes the layout that the other drops")
         like = None
     end = None if vocabulary.text is None else vocabulary.end
-    save(model, config, arguments.folder, like=like, dtype=arguments.dtype, end_token=end)
+    save(model, config, arguments.folder, like=like, dtype=dtype, end_token=end)
     vocabulary.keep(Path(arguments.folder))
+    sizes = [path.stat().st_size for path in Path(arguments.folder).iterdir()]
+    print(f"wrote {len(sizes)} files, {_size(sum(sizes))}, to {arguments.folder}")
+    return 0
+
+
+def _size(count: int) -> str:
+    """Bytes in a unit that leaves one to three digits before the point."""
+    value, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value >= 1000:
+            value, unit = value / 1000, larger
+    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def _configs(arguments: argparse.Namespace) -> int:
+    from deltanox.train import find_config, ready_configs
+
+    if arguments.name is not None:
+        print(find_config(arguments.name).read_text("utf-8"), end="")
+        return 0
+    for name, path in ready_configs().items():
+        print(f"{name:24s}{path.read_text('utf-8').splitlines()[0].removeprefix('# ')}")
     return 0
 
 
@@ -226,11 +298,17 @@ def _aot(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def _benchmarks() -> list[str]:
+def _benchmarks() -> dict[str, str]:
+    """The benchmarks by name, and the first sentence of what each says of itself, read without running it."""
     from deltanox import tools
 
-    names = [module.name for module in pkgutil.iter_modules(tools.__path__)]
-    return sorted(name.removeprefix("bench_") for name in names if name.startswith("bench_"))
+    found = {}
+    for module in pkgutil.iter_modules(tools.__path__):
+        if module.name.startswith("bench_"):
+            source = Path(tools.__path__[0], f"{module.name}.py").read_text("utf-8")
+            told = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
+            found[module.name.removeprefix("bench_")] = told.removesuffix(".")
+    return found
 
 
 def _bench(arguments: argparse.Namespace) -> int:

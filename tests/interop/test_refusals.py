@@ -141,7 +141,9 @@ def test_folders(folder, tmp_path):
 def test_arguments():
     with pytest.raises(ValueError, match=r"has no `mtp.\*` tensors, but `mtp` is True: leave it at None"):
         load(FIXTURES / "qwen3_5_moe", mtp=True)
-    with pytest.raises(ValueError, match="`dtype` must be a floating one, such as 'bfloat16', but it is int32"):
+    with pytest.raises(
+        ValueError, match="load: `dtype` must be one of bfloat16, float16, float32, float64, but it is int32"
+    ):
         load(FIXTURES / "qwen3_5_moe", dtype="int32")
 
 

@@ -329,7 +329,7 @@ def test_without_libtpu_a_sentence_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(_libtpu, "load", _libtpu.load.__wrapped__)
-    with pytest.raises(ValueError, match="aot: libtpu is not installed: pip install libtpu"):
+    with pytest.raises(ValueError, match="aot: libtpu is not installed: pip install 'libtpu>=0.0.52'"):
         aot.compile(jnp.sin, structs()[0])
 
 

@@ -1,8 +1,10 @@
 """What a model has read, in a file."""
 
+import contextlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import equinox as eqx
@@ -28,7 +30,8 @@ def save_state(file: str | Path, state: HybridState, model: HybridLM) -> None:
     arrays = _named(state)
     _check_arrays("save_state", "the state", {name: _kind(x) for name, x in arrays.items()}, model)
     part = Path(f"{file}.part")
-    save_file(arrays, part, metadata={"format": _KIND, _WEIGHTS: json.dumps(_samples(model))})
+    with permissions_of_a_new_file(part):
+        save_file(arrays, part, metadata={"format": _KIND, _WEIGHTS: json.dumps(_samples(model))})
     os.replace(part, file)
 
 
@@ -60,6 +63,17 @@ def load_state(file: str | Path, model: HybridLM) -> HybridState:
         "this one",
     )
     return jax.tree.unflatten(jax.tree.structure(skeleton), [arrays[name] for name in _named(skeleton)])
+
+
+@contextlib.contextmanager
+def permissions_of_a_new_file(path: Path) -> Iterator[None]:
+    """The file that is written here gets the permissions that umask and folder give to any new file: safetensors makes
+    files that only their owner can read."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(mode)
 
 
 def _named(tree) -> dict:

@@ -11,6 +11,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from ..generate._files import permissions_of_a_new_file
 from ..ops._validate import require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -142,7 +143,8 @@ def shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """One file, with the mark that transformers looks for."""
-    save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
+    with permissions_of_a_new_file(path):
+        save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -75,12 +75,26 @@ def load(
 
 def make_skeleton(config: Qwen3_5Config, dtype: DTypeLike, **options: Any) -> HybridLM:
     """The model of a config, of `jax.ShapeDtypeStruct`s."""
-    require(
-        jnp.issubdtype(dtype, jnp.floating),
-        f"load: `dtype` must be a floating one, such as 'bfloat16', but it is {jnp.dtype(dtype).name}",
-    )
+    dtype = floating_dtype("load", dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return eqx.filter_eval_shape(lambda key: qwen3_5(config, dtype=dtype, key=key, **options), key)
+
+
+def floating_dtype(op: str, dtype: DTypeLike) -> np.dtype:
+    """`dtype` as a numpy dtype that a checkpoint can hold.
+
+    **Raises:** `ValueError` for anything else, a name that is no dtype's included.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    kinds = sorted(kind.name for kind in DTYPES.values())
+    require(
+        found is not None and found.name in kinds,
+        f"{op}: `dtype` must be one of {', '.join(kinds)}, but it is {dtype if found is None else found.name}",
+    )
+    return cast(np.dtype, found)
 
 
 def check(checkpoint: Checkpoint, names: Names, config: Qwen3_5Config, found: Sequence[Place]) -> None:

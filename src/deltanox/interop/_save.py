@@ -14,7 +14,7 @@ from ..models import HybridLM, Qwen3_5Config
 from ..ops._validate import describe, require
 from ._config import CONFIG, config_to_hf, read_json
 from ._files import DTYPES, INDEX, SINGLE, Checkpoint, shards, write_json, write_shard
-from ._load import check, make_skeleton
+from ._load import check, floating_dtype, make_skeleton
 from ._names import Layout, Names, Part, places
 
 _COPIED = (".json", ".jinja", ".txt", ".model")  # tokenizer, chat template, generation settings
@@ -63,6 +63,7 @@ def save(
     **Raises:** `ValueError` for a folder that isn't empty, a model that isn't of the config, a `like` of another model.
     """
     folder = Path(folder)
+    dtype = None if dtype is None else floating_dtype("save", dtype)
     require(
         not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
         f"save: `{folder}` must be a new or an empty folder: give another one, or delete what is in it",
@@ -90,7 +91,7 @@ def save(
     if source is not None:
         for path in sorted(source.folder.iterdir()):
             if path.suffix in _COPIED and path.name not in (CONFIG, INDEX) and path.is_file():
-                shutil.copy(path, folder / path.name)
+                shutil.copyfile(path, folder / path.name)
     write_json(folder / CONFIG, written)  # last: without it the folder is no checkpoint
 
 

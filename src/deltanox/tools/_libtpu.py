@@ -50,11 +50,39 @@ def environment(**extra: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+_CLAIMS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "JAX_FORCE_TPU_INIT")
+
+
+def attached(root: str = "/") -> bool:
+    """Whether there is any sign of a TPU: a device of this machine, or an environment variable that claims one. Without
+    one libtpu, where it is installed, cannot but fail. `root` is where /dev and /sys are looked for."""
+    platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
+    if "tpu" in platforms or any(name in os.environ for name in _CLAIMS):
+        return True
+    if any(Path(root).glob("dev/accel*")) or any(Path(root).glob("dev/vfio/[0-9]*")):
+        return True
+    for vendor in Path(root).glob("sys/bus/pci/devices/*/vendor"):
+        with contextlib.suppress(OSError):
+            kind = vendor.with_name("class").read_text().strip()
+            # Google's network cards (0x02) and disks (0x01) are in virtual machines without a TPU too
+            if vendor.read_text().strip() == "0x1ae0" and not kind.startswith(("0x01", "0x02")):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def quiet(root: str = "/") -> Iterator[None]:
+    """Where no TPU is attached, libtpu doesn't print that it finds none when JAX looks for devices. Where one is,
+    nothing changes: a failure of it is heard."""
+    with contextlib.nullcontext() if attached(root) else environment():
+        yield
+
+
 def missing() -> str:
     """Why nothing can be compiled for a TPU here; "" if it can."""
     if os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu") is not None:
         return ""
-    return "libtpu is not installed: pip install libtpu (Linux on x86-64; schedules are read from version 0.0.52)"
+    return "libtpu is not installed: pip install 'libtpu>=0.0.52' (Linux on x86-64)"
 
 
 def _loaded() -> bool:
@@ -78,9 +106,18 @@ def load() -> Dump:
 
 
 def _topology(name: str, **options: Any) -> list[Any]:
+    from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    if set(name.partition(":")[2].split("x")) == {"1"}:
+        options["chips_per_host_bounds"] = [1, 1, 1]  # libtpu before 0.0.52 takes 2x2x1 otherwise, and refuses
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    except JaxRuntimeError as error:
+        sentence = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"aot: libtpu does not make the topology `{name}`: {sentence}; take another one, or a newer libtpu"
+        ) from None
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Tokens a second of greedy generation, beside transformers' `generate` on the same weights, in one process.
 
-    deltanox bench decode configs/qwen3_5_nano.toml configs/qwen3_5_tiny.toml
+    deltanox bench decode qwen3_5_nano qwen3_5_tiny
 
 Random weights in float32 are saved as a Hugging Face checkpoint, which transformers loads; both sides get the same
 prompts and a warm-up, then take turns, PyTorch with each number of `--threads`. Prefill counts. Printed are medians of
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from ._peer import require_peer
+
 OURS, PEER = "deltanox", "transformers"
 
 
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="deltanox bench decode", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("config", nargs="+", metavar="CONFIG", help="TOML files of Qwen3.5 or Qwen3-Next")
+    parser.add_argument("config", nargs="+", metavar="CONFIG", help="names of ready configs, or TOML files")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows (default: 1 8)")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
     parser.add_argument("--new", type=int, default=64, help="tokens generated a row (default: 64)")
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each batch")
     arguments = parser.parse_args(argv)
+    if not arguments.no_peer:
+        require_peer("bench decode", "--no-peer")
     for name in arguments.config:
         for record in _bench(name, arguments):
             print(json.dumps(record) if arguments.json else "\n".join(lines(record)), flush=True)
@@ -67,7 +71,7 @@ def _bench(name: str, arguments: argparse.Namespace):
     import jax
 
     from deltanox.models import Qwen3NextConfig, qwen3_5, qwen3_next
-    from deltanox.train import read_config
+    from deltanox.train import find_config, read_config
 
     sizes = dataclasses.replace(read_config(name, []).model, mtp_head=arguments.drafts > 0)
     make = qwen3_next if isinstance(sizes, Qwen3NextConfig) else qwen3_5
@@ -96,7 +100,7 @@ def _bench(name: str, arguments: argparse.Namespace):
                 "accepted": counts.accepted_per_step if counts and counts.drafted else None,
             }
         yield {
-            "config": Path(name).stem, "batch": batch, "prompt": arguments.prompt, "new": arguments.new,
+            "config": find_config(name).stem, "batch": batch, "prompt": arguments.prompt, "new": arguments.new,
             "rounds": arguments.rounds, "drafts": arguments.drafts, "sides": found,
         }  # fmt: skip
 

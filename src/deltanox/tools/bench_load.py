@@ -47,11 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax.numpy as jnp
 
     from deltanox.interop import load, save
-    from deltanox.interop._load import make_skeleton
+    from deltanox.interop._load import floating_dtype, make_skeleton
     from deltanox.models import QWEN3_5_SIZES
 
     if arguments.size not in QWEN3_5_SIZES:
         raise ValueError(f"bench load: --size must be one of {', '.join(QWEN3_5_SIZES)}, but it is {arguments.size}")
+    floating_dtype("bench load", arguments.dtype)
     config = QWEN3_5_SIZES[arguments.size]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         made = jax.tree.map(lambda x: jnp.full(x.shape, 0.25, x.dtype), make_skeleton(config, "bfloat16"))

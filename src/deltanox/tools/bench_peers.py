@@ -1,4 +1,4 @@
-"""`deltanox bench peers`: the gated delta rule on this machine's CPU beside its peers, in one run, each in a process
+"""The gated delta rule on this machine's CPU beside its peers, in one run, each in a process
 of its own.
 
 Peers that are not installed are left out and named. They are, on the Python that runs this:

@@ -1,6 +1,6 @@
 """Whole training steps of configs: latency on the TPU or GPU that is attached, or what a TPU that is not would take.
 
-    deltanox bench step configs/qwen3_5_0.8b.toml --topology v6e --set data.row_length=8192
+    deltanox bench step qwen3_5_0.8b --topology v6e --set data.row_length=8192
 
 As `deltanox bench gdn`: on an attached device the step is timed (median, warm), elsewhere it is compiled for the
 topology and nothing is measured; `static` is the kernels' bundles over the clock and XLA's own products at the chip's
@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from deltanox.tools import _measure
 from deltanox.tools._measure import gigabytes, milliseconds
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="deltanox bench step", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("config", nargs="+", metavar="CONFIG", help="TOML files")
+    parser.add_argument("config", nargs="+", metavar="CONFIG", help="names of ready configs, or TOML files")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of every config"
     )
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     from deltanox.tools._aot_command import program
-    from deltanox.train import read_config
+    from deltanox.train import find_config, read_config
 
     configs = [read_config(path, arguments.set) for path in arguments.config]
     if not arguments.json:
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fn, args, donate = program(config, what=run)
             record = _measure.figures(arguments, fn, *args, donate=donate)
             rows = config.data.batch_size * (config.train.accumulation if run == "step" else 1)
-            record = {"config": Path(path).stem, "run": run, "tokens": rows * config.data.row_length, **record}
+            record = {"config": find_config(path).stem, "run": run, "tokens": rows * config.data.row_length, **record}
             if arguments.json:
                 print(json.dumps(record), flush=True)
                 continue

@@ -1,6 +1,6 @@
 """Tokens a second of a training step, beside transformers' `Qwen3_5ForCausalLM` of the same sizes.
 
-    deltanox bench train configs/qwen3_5_nano.toml
+    deltanox bench train qwen3_5_nano
 
 Each side runs in a process of its own, one after the other: forward, backward, clipping and AdamW in float32 on
 batches of one shape. Ours is the program that `deltanox train` runs, packed documents and their boundaries included,
@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ._peer import require_peer
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one line a side and the ratio. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="deltanox bench train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("config", metavar="CONFIG", help="TOML file of a dense Qwen3.5")
+    parser.add_argument("config", metavar="CONFIG", help="a dense Qwen3.5: name of a ready config, or TOML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a value of the config"
     )
@@ -40,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         side = _deltanox if arguments.side == "deltanox" else _transformers
         print(json.dumps(side(arguments)))
         return 0
+    from deltanox.train import read_config
+
+    read_config(arguments.config, arguments.set)  # what is wrong with it is said here, not in a process of its own
     sides = ("deltanox", "transformers") if arguments.side == "both" else (arguments.side,)
+    if "transformers" in sides:
+        require_peer("bench train", "--side deltanox")
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(arguments.rounds):
         for side in sides:
@@ -63,7 +70,8 @@ def _run(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command += ["--steps", str(arguments.steps)] + [part for value in arguments.set for part in ("--set", value)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"bench train: the process of {side} failed:\n{done.stderr.strip()[-2000:]}")
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ValueError(f"bench train: the process of {side} failed: {last}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

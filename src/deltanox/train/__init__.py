@@ -40,6 +40,7 @@ from deltanox.train._optimiser import (
     make_optimiser as make_optimiser,
 )
 from deltanox.train._plot import plot_losses as plot_losses
+from deltanox.train._ready import find_config as find_config, ready_configs as ready_configs
 from deltanox.train._report import TrainingDiverged as TrainingDiverged
 from deltanox.train._settings import (
     Config as Config,

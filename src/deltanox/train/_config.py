@@ -28,6 +28,7 @@ from deltanox._types import Implementation
 from deltanox.ops import Residuals
 from deltanox.precision import Precision
 from deltanox.remat import Policy, policy
+from deltanox.train._ready import find_config
 from deltanox.train._settings import Config, DataConfig, Family, LoraConfig, OptimiserConfig, TrainConfig
 
 _SECTIONS = {
@@ -43,18 +44,15 @@ _CHOICES = {"family": Family, "implementation": Implementation}
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = (), *, model_type: type | None = None) -> Config:
-    """The TOML file at `path`, with `overrides` such as "model.num_layers=4" or "data.seed=1" on top of it.
+    """The TOML file at `path`, or the ready config of that name, with `overrides` such as "model.num_layers=4" or
+    "data.seed=1" on top of it.
 
     The value of an override is written as in TOML; what is not TOML is taken as a string. `model_type` is the
     dataclass of the section [model], that of `family` where it is None.
 
     **Raises**: `ValueError` for a file that is missing or no TOML, unknown sections and keys, and wrong values.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(
-            f"config: there is no file `{path}`; give the path of a TOML file, such as configs/qwen3_5_nano.toml"
-        )
+    path = find_config(path)
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -206,6 +206,11 @@ class Config:
                 f"config: train.further_weight must be 0 for a model without a head for one token further, but it is "
                 f"{self.train.further_weight}: set model.mtp_head = true"
             )
+        if self.implementation == "reference":
+            raise ValueError(
+                "config: implementation must be one that trains, but it is 'reference', the definition in float64 for "
+                "checks: take 'auto', or 'chunked', which JAX differentiates"
+            )
         if self.optimiser.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"config: optimiser.warmup_steps must be below train.steps, but they are "

@@ -60,7 +60,7 @@ class Vocabulary(NamedTuple):
             folder.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
                 if (self.folder / name).is_file():
-                    shutil.copy(self.folder / name, folder / name)
+                    shutil.copyfile(self.folder / name, folder / name)
 
 
 BYTES = Vocabulary()
