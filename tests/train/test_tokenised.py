@@ -198,7 +198,7 @@ def test_a_checkpoint_without_tokenizer_is_refused(checkpoint, capsys):
     (checkpoint / "tokenizer.json").unlink()
     assert main(["train", "small.toml", "--from", "model"]) == 2
     assert (
-        "deltanox: train: `model` has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add the "
+        "deltanox: tokenizer: `model` has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add the "
         "release's tokenizer.json, or set data.tokenizer" in capsys.readouterr().err
     )
 

@@ -39,6 +39,17 @@ def pad_prompts(
     return tokens, mask
 
 
+def make_key(seed: int | PRNGKeyArray) -> PRNGKeyArray:
+    """The key of a seed. Seeds are 32 bits: JAX would draw the same for 2^32 as for 0.
+
+    **Raises:** `ValueError` for an integer outside [0, 2^32).
+    """
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+        return seed
+    require(0 <= seed < 2**32, f"generate: the seed must be in [0, 2^32), but it is {seed}; give a smaller one")
+    return jax.random.key(int(seed))
+
+
 class Request(NamedTuple):
     """The checked arguments of `stream`, with a batch of rows."""
 
