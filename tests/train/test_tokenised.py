@@ -162,11 +162,14 @@ def test_a_prompt_of_a_converted_run_begins_as_its_documents_do(tmp_path, named)
         assert want[0] == vocabulary.end and len(want) == 1 + len(prompt) - prompt.count("ab")
         for folder in (tmp_path / "out", tmp_path / "again"):
             assert Text.of(folder).encode(prompt) == want
-            loaded = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            loaded = transformers.Qwen2Tokenizer.from_pretrained(folder)
             assert loaded(prompt).input_ids == want
     processors = json.loads((tmp_path / "again" / "tokenizer.json").read_text())["post_processor"]["processors"]
     assert [part["type"] for part in processors] == ["ByteLevel", "TemplateProcessing"]
     assert source.read_bytes() != (tmp_path / "out" / "tokenizer.json").read_bytes()
+    if named:
+        told = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        assert (told["bos_token"], told["add_bos_token"]) == (END, True)
 
 
 def test_a_runs_text_ends_where_that_of_its_checkpoint_does(tmp_path):

@@ -79,7 +79,7 @@ class Vocabulary(NamedTuple):
         processors = [*_of_offsets(whole.get("post_processor")), _begin_with(name, self.end)]
         whole["post_processor"] = {"type": "Sequence", "processors": processors}
         path.write_text(json.dumps(whole, ensure_ascii=False), "utf-8")
-        path = folder / TOKENIZER_CONFIG  # where it says otherwise, transformers believes it
+        path = folder / TOKENIZER_CONFIG  # in which it must not say otherwise
         if path.is_file():
             told = read_json(folder, TOKENIZER_CONFIG) | {"bos_token": name, "add_bos_token": True}
             told |= {"add_eos_token": False} if "add_eos_token" in told else {}
