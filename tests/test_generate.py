@@ -238,6 +238,14 @@ def test_requests_are_checked_before_anything_runs(unchecked, monkeypatch, model
         stream(model, prompt, **{"max_new_tokens": 6, **kwargs})
 
 
+@pytest.mark.parametrize("tokens", [[1, 2], np.zeros(3, int), np.zeros((1, 0), int), np.zeros((1, 2)), [["a"]]])
+def test_prefill_is_given_rows_of_tokens(unchecked, model, tokens):
+    with pytest.raises(
+        ValueError, match=r"prefill: `tokens` must be integers \[B, T\], at least one token a row, but it"
+    ):
+        prefill(model, tokens, capacity=8)
+
+
 @pytest.mark.parametrize(
     "kwargs, sentence",
     [

@@ -1,8 +1,13 @@
 """Tokens to text as they come: what the tokenizer decodes at once, for tokenizers of every kind."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from jaxtyping import config as checker
 
+from deltanox.generate import GREEDY
+from deltanox.interop import Text, _text
 from deltanox.interop._decoder import StreamDecoder
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizer.json needs the package tokenizers")
@@ -118,6 +123,19 @@ def test_a_wrong_byte_leaves_the_characters_before_it():
     assert streamed(tokenizer, [a, first, word]) == ["a", "", "\ufffd b", ""]
     assert streamed(tokenizer, [a, first, second, word]) == ["a", "", "ä", " b", ""]
     assert streamed(tokenizer, [word, first]) == ["b", "", "\ufffd"]
+
+
+def test_the_space_after_a_prompt_is_shown(monkeypatch):
+    """A text that goes on with a word is no text that begins with one."""
+    tokenizer = metaspace()
+    monkeypatch.setattr(_text, "stream", lambda *_, **__: iter(tokenizer.encode("ab", add_special_tokens=False).ids))
+    checker.update("jaxtyping_disable", True)  # the model is none
+    try:
+        for prompt, shown in (("a", " ab"), ("", "ab")):
+            pieces = Text(tokenizer).stream(SimpleNamespace(vocab_size=99), prompt, max_tokens=9, sampler=GREEDY)
+            assert "".join(pieces) == shown
+    finally:
+        checker.update("jaxtyping_disable", False)
 
 
 def test_the_name_of_a_byte_can_be_a_word():

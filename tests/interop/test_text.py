@@ -157,6 +157,15 @@ def test_on_the_command_line(folder, capsys):
     assert "has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add" in capsys.readouterr().err
 
 
+def test_a_text_only_checkpoint_keeps_its_tokenizer_and_ends(folder, tmp_path, capsys):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[END]"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--text-only"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    assert set(Text.of(tmp_path / "out").stop_tokens) == set(Text.of(folder).stop_tokens) == {END, 5}
+
+
 def test_without_the_package(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs the package tokenizers: pip install 'deltanox\[hf\]'"):

@@ -60,12 +60,11 @@ def _ids(op: str, name: str, values, *, rank: int | None = None) -> np.ndarray:
         ids = np.asarray(values)
     except ValueError:  # lists of different lengths
         ids = None
+    fits = ids is not None and rank in (None, ids.ndim)
+    if fits and ids is not None and ids.size:
+        fits = np.issubdtype(ids.dtype, np.integer) and -_LARGEST <= int(ids.min()) <= int(ids.max()) <= _LARGEST
     require(
-        ids is not None
-        and (rank is None or ids.ndim == rank)
-        and (ids.size == 0 or bool(np.issubdtype(ids.dtype, np.integer)))
-        and (ids.size == 0 or int(ids.min()) >= -_LARGEST)
-        and (ids.size == 0 or int(ids.max()) <= _LARGEST),
+        bool(fits),
         f"{op}: {name} must hold integers {'[T]' if rank == 1 else '[T] or [B T]'} of 32 bits, but it is "
         f"{describe(values if ids is None else ids)}: encode text with a tokenizer, and make rows of different lengths "
         "one array with pad_prompts",
@@ -76,7 +75,7 @@ def _ids(op: str, name: str, values, *, rank: int | None = None) -> np.ndarray:
 
 def _integer(name: str, value, least: int) -> int:
     require(
-        isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least,
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least),
         f"stream: `{name}` must be an integer of at least {least}, but it is {value!r}",
     )
     return int(value)
