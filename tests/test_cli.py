@@ -1,6 +1,8 @@
 """The command line: sentences for wrong use, and one small run from text to text."""
 
 import importlib.util
+import inspect
+import io
 import os
 import re
 import shutil
@@ -14,9 +16,12 @@ import pytest
 
 import deltanox
 from checkpoints import same
+from deltanox import cli
+from deltanox._console import say
 from deltanox.cli import main
+from deltanox.generate import make_key
 from deltanox.interop import load
-from deltanox.train import BOUNDARY, find_checkpoint, read_log, ready_configs
+from deltanox.train import BOUNDARY, find_checkpoint, read_log, ready_configs, train
 from deltanox.train._sample import _decode, load_parameters
 
 CONFIG = """
@@ -188,6 +193,32 @@ def test_a_converted_checkpoint_is_told_and_readable_by_others(tmp_path, capsys)
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
     size = sum(path.stat().st_size for path in files)
     assert capsys.readouterr().out == f"wrote 3 files, {size / 1e3:.1f} kB, to {tmp_path / 'out'}\n"
+
+
+@pytest.mark.parametrize("seed", [99999999999999999999, 2**32, -1])
+def test_a_seed_has_32_bits(seed, capsys):
+    """Larger ones would be cut in silence: 2^32 would draw what 0 draws."""
+    assert main(["generate", "nowhere", "--seed", str(seed)]) == 2
+    assert capsys.readouterr().err == (
+        f"deltanox: generate: the seed must be in [0, 2^32), but it is {seed}; give a smaller one\n"
+    )
+    assert (jax.random.key_data(make_key(2**32 - 1)) == jax.random.key_data(jax.random.key(2**32 - 1))).all()
+
+
+@pytest.mark.parametrize("encoding, shown", [("ascii", b"a?? b?\n"), ("latin-1", b"a?\xe4 b?\n"), ("utf-8", None)])
+def test_a_console_that_lacks_characters_shows_a_replacement(monkeypatch, encoding, shown):
+    """No command and no training ends at a character."""
+    text = "a→ä b\udcff"
+    shown = "a→ä b?\n".encode() if shown is None else shown
+    found = []
+    monkeypatch.setattr(cli, "_bench", lambda _: print(text) or 0)
+    for write in (lambda: say(text), lambda: main(["bench", "peers"])):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(buffer := io.BytesIO(), encoding))
+        write()
+        sys.stdout.flush()
+        found.append(buffer.getvalue())
+    assert found == [shown, shown]
+    assert inspect.signature(train).parameters["say"].default is say
 
 
 def test_bytes_become_text_as_soon_as_they_are_characters():

@@ -211,13 +211,25 @@ def unchecked():
         ([1.5, 2.0], {}, "`prompt` must hold integers"),
         ([1, 37], {}, r"`prompt` must hold ids in \[0, 37\), the model's vocabulary, but there is \[37\]"),
         ([1, -1], {}, r"`prompt` must hold ids in \[0, 37\).* \[-1\]"),
-        ([1, 2], {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, but it is 0"),
+        ([1, 2], {"max_new_tokens": 0}, "`max_new_tokens` must be an integer of at least 1, but it is 0"),
+        ([1, 2], {"max_new_tokens": 2.5}, "`max_new_tokens` must be an integer of at least 1, but it is 2.5"),
+        ([1, 2], {"drafts": -1}, "`drafts` must be an integer of at least 0, but it is -1"),
+        ([1, 2], {"capacity": 64.0}, "`capacity` must be an integer of at least 1, but it is 64.0"),
+        ([[1, 2], [1]], {}, r"`prompt` must hold integers .*, but it is list: .* one array with pad_prompts"),
+        ("text", {}, "`prompt` must hold integers .*: encode text with a tokenizer"),
+        (None, {}, r"`prompt` must hold integers .*, but it is object\[\]"),
+        ([1, 2**40], {}, "`prompt` must hold integers .* of 32 bits"),
+        (np.zeros((0, 3), int), {}, "at least one token a row"),
+        ([1, 2], {"sampler": 0.7}, r"`sampler` must be a Sampler, but it is a float: write Sampler\(temp"),
+        ([1, 2], {"sampler": Sampler(), "key": 0}, r"`key` must be one of JAX's, but it is a int: write jax.random"),
+        ([1, 2], {"state": (1, 2)}, "`state` must be what `prefill` or `load_state` returned, but it is a tuple"),
         ([1, 2], {"capacity": 6}, r"`capacity` must be at least .* = 7, but it is 6: raise it"),
         ([1, 2], {"mask": np.ones(3, bool)}, r"`mask` must be booleans of the prompt's shape \(2,\)"),
         ([1, 2], {"mask": np.zeros(2, bool)}, "every row of the prompt must have a real token"),
         ([1, 2], {"sampler": Sampler()}, "a `key` is needed at temperature 1.0"),
         ([1, 2], {"sampler": Sampler(top_k=38), "key": jax.random.key(0)}, "`top_k` must be at most .* 37"),
         ([1, 2], {"stop_tokens": [40]}, r"`stop_tokens` must hold ids in \[0, 37\)"),
+        ([1, 2], {"stop_tokens": [2.7]}, "`stop_tokens` must hold integers"),
     ],
 )  # fmt: skip
 def test_requests_are_checked_before_anything_runs(unchecked, monkeypatch, model, prompt, kwargs, sentence):
@@ -226,17 +238,27 @@ def test_requests_are_checked_before_anything_runs(unchecked, monkeypatch, model
         stream(model, prompt, **{"max_new_tokens": 6, **kwargs})
 
 
+@pytest.mark.parametrize("tokens", [[1, 2], np.zeros(3, int), np.zeros((1, 0), int), np.zeros((1, 2)), [["a"]]])
+def test_prefill_is_given_rows_of_tokens(unchecked, model, tokens):
+    with pytest.raises(
+        ValueError, match=r"prefill: `tokens` must be integers \[B, T\], at least one token a row, but it"
+    ):
+        prefill(model, tokens, capacity=8)
+
+
 @pytest.mark.parametrize(
     "kwargs, sentence",
     [
         ({"temperature": -1.0}, "`temperature` must be a number of at least 0, but it is -1.0"),
         ({"temperature": float("nan")}, "`temperature` must be"),
         ({"top_k": 0}, "`top_k` must be an integer of at least 1, or None"),
+        ({"top_k": 1.5}, "`top_k` must be an integer of at least 1, or None"),
+        ({"top_k": float("inf")}, "`top_k` must be an integer of at least 1, or None"),
         ({"top_p": 0.0}, "`top_p` must be above 0 and at most 1, but it is 0.0"),
         ({"top_p": 1.1}, "`top_p` must be above 0"),
     ],
 )
-def test_samplers_are_checked(kwargs, sentence):
+def test_samplers_are_checked(unchecked, kwargs, sentence):
     with pytest.raises(ValueError, match=sentence):
         Sampler(**kwargs)
 
@@ -246,9 +268,12 @@ def test_samplers_are_checked(kwargs, sentence):
     [
         ([], "left", r"lengths are \[\]"),
         ([[1], []], "left", r"lengths are \[1, 0\]"),
+        ([[1], [1.7]], "left", r"every prompt must hold integers \[T\] of 32 bits, but it is float"),
+        ([1, 2], "left", r"every prompt must hold integers \[T\]"),
+        ([[2**40]], "left", "of 32 bits"),
         ([[1]], "middle", "`side` must be 'left' or 'right', but it is 'middle'"),
     ],
 )
-def test_padding_is_checked(prompts, side, sentence):
+def test_padding_is_checked(unchecked, prompts, side, sentence):
     with pytest.raises(ValueError, match=sentence):
         pad_prompts(prompts, side=side)

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deltanox._console import replace_unprintable, say
 from deltanox.tools._libtpu import quiet
 
 
 @quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr."""
+    replace_unprintable()
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -222,51 +224,65 @@ def _config_behind_text(arguments: argparse.Namespace) -> str | None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from deltanox.generate import Sampler
+    from deltanox.generate import Sampler, make_key
     from deltanox.interop import TOKENIZER, Text, load
     from deltanox.train._sample import load_model, load_vocabulary, stream_text
+    from deltanox.train._vocabulary import check_is_bytes
 
     folder = Path(arguments.directory)
     sampler = Sampler(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
     drafts = arguments.drafts
-    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=arguments.seed, drafts=drafts)
+    options = dict(max_tokens=arguments.max_tokens, sampler=sampler, seed=make_key(arguments.seed), drafts=drafts)
     if (folder / "config.json").is_file():
         model = load(folder, mtp=None if drafts else False)[0]
         text = Text.of(folder) if (folder / TOKENIZER).is_file() else None
+        if text is None:
+            check_is_bytes(folder, model.vocab_size)
     else:
         model, text = load_model(folder), load_vocabulary(folder).text
     if all(device.platform == "cpu" for device in model.embedding.devices()):
         model = model.unstack()
     pieces = (stream_text if text is None else text.stream)(model, arguments.prompt, **options)  # or bytes
-    print(arguments.prompt, end="", flush=True)
+    if text is not None and not text.stop_tokens:
+        print(
+            f"deltanox: no file in `{folder}` names a token that ends a text (`eos_token_id`), so it goes on for "
+            f"--max-tokens {arguments.max_tokens}",
+            file=sys.stderr,
+        )
+    say(arguments.prompt, end="")
     for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+        say(piece, end="")
+    say("")
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from deltanox.interop import load, save
+    from deltanox.interop import TOKENIZER, Text, end_token, load, save
     from deltanox.interop._load import floating_dtype
     from deltanox.train import BYTES
     from deltanox.train._sample import load_parameters, load_vocabulary
+    from deltanox.train._vocabulary import keep_text_files
 
-    vocabulary = BYTES
+    vocabulary, end = BYTES, None
     dtype = None if arguments.dtype is None else floating_dtype("convert", arguments.dtype)
     source, like = Path(arguments.source), arguments.like
     if (source / "config.json").is_file():
         model, config = load(source)
         like = source if like is None else like
+        if arguments.text_only and (source / TOKENIZER).is_file():
+            end = end_token(source, Text.read(source / TOKENIZER).tokenizer)
     else:
         model, run = load_parameters(source)
         config, vocabulary = run.model, load_vocabulary(source)
+        end = None if vocabulary.text is None else vocabulary.end
     if arguments.text_only:
         if arguments.like is not None:
             raise ValueError("convert: give --like or --text-only, not both: one takes the layout that the other drops")
         like = None
-    end = None if vocabulary.text is None else vocabulary.end
     save(model, config, arguments.folder, like=like, dtype=dtype, end_token=end)
-    vocabulary.keep(Path(arguments.folder))
+    vocabulary.export(Path(arguments.folder))
+    if arguments.text_only and (source / "config.json").is_file():
+        keep_text_files(source, Path(arguments.folder))
     sizes = [path.stat().st_size for path in Path(arguments.folder).iterdir()]
     print(f"wrote {len(sizes)} files, {_size(sum(sizes))}, to {arguments.folder}")
     return 0

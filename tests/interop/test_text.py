@@ -42,7 +42,7 @@ def test_the_text_is_that_of_the_tokens(folder):
     tokens = generate(model, np.asarray(prompt), max_new_tokens=12)
     pieces = list(text.stream(model, "abzä", max_tokens=12, sampler=GREEDY))
     whole = text.tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
-    assert "".join(pieces) == whole.rstrip("\ufffd") and len(pieces) > 1
+    assert "".join(pieces) == whole and len(pieces) > 1
     assert model.embedding.dtype == jnp.bfloat16
 
 
@@ -51,7 +51,9 @@ def test_characters_are_whole(folder):
     first, second = text.tokenizer.encode("ä").ids
     z = text.tokenizer.encode("z").ids[0]
     assert list(text._decode(iter([z, first, second, z]))) == ["z", "ä", "z"]
+    assert list(text._decode(iter([z, first]))) == ["z", "\ufffd"]
     assert list(text._replace(stop_tokens=(END,))._decode(iter([z, END, z]))) == ["z"]
+    assert list(text._replace(stop_tokens=(END,))._decode(iter([first, END, second]))) == ["\ufffd"]
 
 
 def test_tokens_that_end_a_text(folder):
@@ -59,13 +61,58 @@ def test_tokens_that_end_a_text(folder):
         path = folder / name
         path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | fields))
 
-    assert Text.of(folder).stop_tokens == ()
-    write("config.json", text_config={"eos_token_id": 7})
-    assert Text.of(folder).stop_tokens == (7,)
+    def stop_tokens():
+        return set(Text.of(folder).stop_tokens)
+
+    assert stop_tokens() == set()
+    write("tokenizer_config.json", eos_token="[END]")
+    assert stop_tokens() == {END}
+    write("config.json", eos_token_id=None, text_config={"eos_token_id": 7})
+    assert stop_tokens() == {END, 7}
     write("config.json", eos_token_id=6)
-    assert Text.of(folder).stop_tokens == (6,)
-    write("generation_config.json", eos_token_id=[4, 5])
-    assert Text.of(folder).stop_tokens == (4, 5)
+    assert stop_tokens() == {END, 6, 7}
+    write("generation_config.json", eos_token_id=[])
+    assert stop_tokens() == {END, 6, 7}
+    write("generation_config.json", eos_token_id=[4, 5, 6])
+    assert stop_tokens() == {END, 4, 5, 6, 7}
+    assert len(Text.of(folder).stop_tokens) == 5
+    write("tokenizer_config.json", eos_token={"content": "[PAD]", "lstrip": False})
+    assert stop_tokens() == {1, 4, 5, 6, 7}
+    write("tokenizer_config.json", eos_token=["[PAD]", {"content": "[END]"}, "[not a token of this one]"])
+    assert stop_tokens() == {1, END, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 1.5, {"id": 3}, [[2.0]]])
+def test_wrong_end_tokens(folder, wrong):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: `eos_token_id` must be a token, by id or by name, or"
+    ):
+        Text.of(folder)
+
+
+def test_an_end_beyond_the_model_is_never_drawn(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 99]}))
+    text, (model, _) = Text.of(folder), load(folder, mtp=False)
+    assert text.stop_tokens == (END, 99) and model.vocab_size == 37
+    assert "".join(text.stream(model, "ab", max_tokens=2, sampler=GREEDY))
+
+
+def test_a_tokenizers_own_truncation_padding_and_dropout_are_off(folder):
+    """They are for batches of its own training: text is read whole, and the same at each time."""
+    plain = Text.of(folder).tokenizer.encode("ab" * 20).ids
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    tokenizer = type(Text.of(folder).tokenizer).from_file(str(path))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(path))
+    changed = json.loads(path.read_text())
+    changed["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(changed))
+    assert changed["truncation"]["max_length"] == 8 and stored["truncation"] is None
+    for _ in range(8):
+        assert Text.of(folder).encode("ab" * 20) == plain == [0] * 20
 
 
 def test_the_token_that_ends_a_document(folder):
@@ -89,16 +136,34 @@ def test_the_token_that_ends_a_document(folder):
 def test_on_the_command_line(folder, capsys):
     command = ["generate", str(folder), "--prompt", "abzä", "--max-tokens", "5", "--temperature", "0"]
     assert main(command) == 0
-    assert capsys.readouterr().out.startswith("abzä")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("abzä")
+    assert "names a token that ends a text (`eos_token_id`), so it goes on for --max-tokens 5\n" in printed.err
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[END]"}))
     assert main([*command, "--drafts", "1", "--max-tokens", "1"]) == 0
-    assert capsys.readouterr().out.startswith("abzä")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("abzä") and printed.err == ""
     assert main(["generate", str(folder)]) == 2
     assert "generate: give a --prompt of at least one token, such as a word" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "a\udcff"]) == 2
+    assert "the prompt must be text in UTF-8, but there is '\\udcff' at character 1" in capsys.readouterr().err
     (folder / "tokenizer.json").write_text("{}")
     assert main(command) == 2
     assert "tokenizer.json` is no tokenizer: " in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"there is no `tokenizer.json` in `.*qwen3_5`; add the release's"):
         Text.of(FIXTURES / "qwen3_5")
+    (folder / "tokenizer.json").unlink()
+    assert main(command) == 2
+    assert "has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add" in capsys.readouterr().err
+
+
+def test_a_text_only_checkpoint_keeps_its_tokenizer_and_ends(folder, tmp_path, capsys):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[END]"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--text-only"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    assert set(Text.of(tmp_path / "out").stop_tokens) == set(Text.of(folder).stop_tokens) == {END, 5}
 
 
 def test_without_the_package(folder, monkeypatch):

@@ -27,6 +27,7 @@ from deltanox.train._sample import load_parameters, load_vocabulary
 from tiny_model import TinyConfig, make_tiny
 from tokenizer import END, write_tokenizer
 
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizer.json needs the package tokenizers")
 WORDS = ["ab ", "cat ", "sat ", "on ", "a ", "mat "]
 
 
@@ -134,6 +135,73 @@ def test_bits_are_those_of_all_tokens_by_the_bytes(tmp_path, text):
     assert record["bits_per_byte"] == pytest.approx(record["loss"] * rate, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "named", [{}, {"eos_token": END}, {"eos_token": {"__type": "AddedToken", "content": END}, "add_bos_token": False}]
+)
+def test_a_prompt_of_a_converted_run_begins_as_its_documents_do(tmp_path, named):
+    """The tokenizer that `export` writes adds the end token in front; converted again it adds no second one."""
+    transformers = pytest.importorskip("transformers", reason="compared with transformers")
+    source = write_tokenizer(tmp_path / "source", **named)
+    tokenizer = Text.read(source).tokenizer
+    # what the source's own post-processor adds, the run never read
+    tokenizer.post_processor = tokenizers.processors.Sequence(
+        [
+            tokenizers.processors.ByteLevel(trim_offsets=False),
+            tokenizers.processors.TemplateProcessing(
+                single="[UNK] $A [UNK]", special_tokens=[("[UNK]", tokenizer.token_to_id("[UNK]"))]
+            ),
+        ]
+    )
+    tokenizer.save(str(source))
+    source.chmod(0o444)
+    vocabulary = read_vocabulary(source, name=END)
+    vocabulary.export(tmp_path / "out")
+    read_vocabulary(tmp_path / "out", name=END).export(tmp_path / "again")
+    for prompt in ("ab c", ""):
+        want = vocabulary.text.encode(prompt)
+        assert want[0] == vocabulary.end and len(want) == 1 + len(prompt) - prompt.count("ab")
+        for folder in (tmp_path / "out", tmp_path / "again"):
+            assert Text.of(folder).encode(prompt) == want
+            loaded = transformers.Qwen2Tokenizer.from_pretrained(folder)
+            assert loaded(prompt).input_ids == want
+    processors = json.loads((tmp_path / "again" / "tokenizer.json").read_text())["post_processor"]["processors"]
+    assert [part["type"] for part in processors] == ["ByteLevel", "TemplateProcessing"]
+    assert source.read_bytes() != (tmp_path / "out" / "tokenizer.json").read_bytes()
+    if named:
+        told = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        assert (told["bos_token"], told["add_bos_token"]) == (END, True)
+
+
+def test_a_runs_text_ends_where_that_of_its_checkpoint_does(tmp_path):
+    source = write_tokenizer(tmp_path / "source", eos_token="[UNK]")
+    (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [5, 1]}')
+    vocabulary = read_vocabulary(source, name=END)
+    assert vocabulary.end == 1 and set(vocabulary.text.stop_tokens) == {1, 2, 5}
+    vocabulary.export(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text('{"eos_token_id": 1}')
+    assert set(Text.of(tmp_path / "out").stop_tokens) == {1, 2, 5}
+
+
+def test_a_tokenizer_of_any_name_is_kept_as_tokenizer_json(tmp_path):
+    source = write_tokenizer(tmp_path / "source").rename(tmp_path / "source" / "words.json")
+    read_vocabulary(source, name=END).keep(tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == source.read_bytes()
+
+
+def test_documents_are_read_whole_whatever_the_tokenizer_stores(tmp_path):
+    """A tokenizer's own truncation, padding and dropout are not those of training."""
+    source = write_tokenizer(tmp_path / "source")
+    plain = list(read_vocabulary(source, name=END).encode([Document("1", b"ab cab " * 9)]))
+    tokenizer = tokenizers.Tokenizer.from_file(str(source))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=99)
+    tokenizer.model.dropout = 0.5
+    tokenizer.save(str(source))
+    for _ in range(4):
+        (size, tokens), *_ = read_vocabulary(source, name=END).encode([Document("1", b"ab cab " * 9)])
+        assert (size, tokens.tolist()) == (plain[0][0], plain[0][1].tolist()) and len(tokens) == 45
+
+
 def test_wrong_tokenizers(tmp_path, text):
     source = write_tokenizer(tmp_path / "source")
     small = tokenised(tmp_path / "run", source, model={"width": 16, "vocab_size": 20})
@@ -141,6 +209,12 @@ def test_wrong_tokenizers(tmp_path, text):
         run(small, text)
     with pytest.raises(ValueError, match=r"data.end_token: `.*json` has no token '<end>'; give one of its own"):
         read_vocabulary(source, name="<end>")
+    (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": 99}')
+    with pytest.raises(
+        ValueError, match=r"files beside `.*json` name token 99, which the tokenizer doesn't have; give"
+    ):
+        read_vocabulary(source)
+    (tmp_path / "source" / "generation_config.json").unlink()
     write_tokenizer(tmp_path / "source", eos_token=END)
     with pytest.raises(ValueError, match=r"has tokens up to 29, but model.vocab_size is 20: give the model's own"):
         run(small, text)
@@ -198,7 +272,7 @@ def test_a_checkpoint_without_tokenizer_is_refused(checkpoint, capsys):
     (checkpoint / "tokenizer.json").unlink()
     assert main(["train", "small.toml", "--from", "model"]) == 2
     assert (
-        "deltanox: train: `model` has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add the "
+        "deltanox: tokenizer: `model` has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add the "
         "release's tokenizer.json, or set data.tokenizer" in capsys.readouterr().err
     )
 
@@ -227,9 +301,9 @@ def test_fine_tune_resume_generate_convert(checkpoint, capsys, lora):
     assert config == run_config.model
     same(model, trained)
     assert Text.of("out").stop_tokens == (1,)
-    ends = []
-    for folder in ("run", "out"):
-        assert main(["generate", folder, "--prompt", "ab c", "--max-tokens", "8", "--temperature", "0"]) == 0
-        ends.append(capsys.readouterr().out)
-    assert all(text.startswith("ab c") and len(text) > 6 for text in ends)
-    assert main(["generate", "run", "--max-tokens", "3"]) == 0  # a run's documents begin with their end token
+    for prompt in ("ab c", ""):  # documents begin with their end token: nothing is a prompt too
+        texts = []
+        for folder in ("run", "out"):
+            assert main(["generate", folder, "--prompt", prompt, "--max-tokens", "8", "--temperature", "0"]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] and texts[0].startswith(prompt) and len(texts[0]) > len(prompt) + 2

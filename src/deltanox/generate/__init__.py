@@ -9,7 +9,7 @@ of one's own, and `sample` picks a token from logits. Batches may be ragged: `pa
 """
 
 from ._files import load_state as load_state, save_state as save_state
-from ._request import pad_prompts as pad_prompts
+from ._request import make_key as make_key, pad_prompts as pad_prompts
 from ._sampling import GREEDY as GREEDY, NO_TOKEN as NO_TOKEN, Sampler as Sampler, keep as keep, sample as sample
 from ._steps import decode as decode, prefill as prefill
 from ._stream import Statistics as Statistics, Stream as Stream, generate as generate, stream as stream

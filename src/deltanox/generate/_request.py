@@ -1,6 +1,6 @@
 """What is asked of the generation: prompts, and the checks of all arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -23,7 +23,8 @@ def pad_prompts(
     **Raises:** `ValueError` for no prompts, an empty one, or another side.
     """
     require(side in ("left", "right"), f"pad_prompts: `side` must be 'left' or 'right', but it is {side!r}")
-    lengths = [len(prompt) for prompt in prompts]
+    rows = [_ids("pad_prompts", "every prompt", prompt, rank=1) for prompt in prompts]
+    lengths = [len(row) for row in rows]
     require(
         min(lengths, default=0) >= 1,
         f"pad_prompts: there must be prompts of at least one token, but their lengths are {lengths}: begin an empty "
@@ -32,11 +33,52 @@ def pad_prompts(
     )
     tokens = np.zeros((len(prompts), max(lengths)), np.int32)
     mask = np.zeros(tokens.shape, bool)
-    for i, (prompt, length) in enumerate(zip(prompts, lengths)):
+    for i, (row, length) in enumerate(zip(rows, lengths)):
         place = slice(0, length) if side == "right" else slice(tokens.shape[1] - length, None)
-        tokens[i, place] = np.asarray(prompt)
+        tokens[i, place] = row
         mask[i, place] = True
     return tokens, mask
+
+
+def make_key(seed: int | PRNGKeyArray) -> PRNGKeyArray:
+    """The key of a seed. Seeds are 32 bits: JAX would draw the same for 2^32 as for 0.
+
+    **Raises:** `ValueError` for an integer outside [0, 2^32).
+    """
+    if isinstance(seed, jax.Array):
+        return seed
+    require(0 <= seed < 2**32, f"generate: the seed must be in [0, 2^32), but it is {seed}; give a smaller one")
+    return jax.random.key(seed)
+
+
+_LARGEST = 2**31 - 1
+
+
+def _ids(op: str, name: str, values, *, rank: int | None = None) -> np.ndarray:
+    """Token ids as int64, of an array or of lists. Numbers that are no integers are refused, not cut."""
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        ids = None
+    fits = ids is not None and rank in (None, ids.ndim)
+    if fits and ids is not None and ids.size:
+        fits = np.issubdtype(ids.dtype, np.integer) and -_LARGEST <= int(ids.min()) <= int(ids.max()) <= _LARGEST
+    require(
+        bool(fits),
+        f"{op}: {name} must hold integers {'[T]' if rank == 1 else '[T] or [B T]'} of 32 bits, but it is "
+        f"{describe(values if ids is None else ids)}: encode text with a tokenizer, and make rows of different lengths "
+        "one array with pad_prompts",
+    )
+    assert ids is not None  # for the type checker
+    return ids.astype(np.int64)
+
+
+def _integer(name: str, value, least: int) -> int:
+    require(
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least),
+        f"stream: `{name}` must be an integer of at least {least}, but it is {value!r}",
+    )
+    return int(value)
 
 
 class Request(NamedTuple):
@@ -58,12 +100,28 @@ def check_request(
     model: HybridLM, prompt, mask, max_new_tokens, capacity, sampler, stop_tokens, state, drafts, key
 ) -> Request:  # fmt: skip
     """The arguments of `stream` as a `Request`. **Raises:** `ValueError`."""
-    prompt = np.asarray(prompt)
+    prompt = _ids("stream", "`prompt`", prompt)
     require(
-        prompt.ndim in (1, 2) and prompt.size > 0 and np.issubdtype(prompt.dtype, np.integer),
+        prompt.ndim in (1, 2) and prompt.size > 0,
         f"stream: `prompt` must hold integers [T] or [B T], at least one token a row, but it is {describe(prompt)}",
     )
-    require(max_new_tokens >= 1, f"stream: `max_new_tokens` must be at least 1, but it is {max_new_tokens}")
+    max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
+    drafts = _integer("drafts", drafts, 0)
+    capacity = None if capacity is None else _integer("capacity", capacity, 1)
+    stop_tokens = list(stop_tokens) if isinstance(stop_tokens, Iterable) else [stop_tokens]
+    stop_tokens = _ids("stream", "`stop_tokens`", stop_tokens, rank=1)
+    require(
+        isinstance(sampler, Sampler),
+        f"stream: `sampler` must be a Sampler, but it is a {type(sampler).__name__}: write Sampler(temperature=...)",
+    )
+    require(
+        key is None or isinstance(key, jax.Array),
+        f"stream: `key` must be one of JAX's, but it is a {type(key).__name__}: write jax.random.key(...)",
+    )
+    require(
+        state is None or isinstance(state, HybridState),
+        f"stream: `state` must be what `prefill` or `load_state` returned, but it is a {type(state).__name__}",
+    )
     if mask is not None:
         mask = np.asarray(mask)
         require(
@@ -75,7 +133,7 @@ def check_request(
             "stream: every row of the prompt must have a real token, but `mask` is False along a whole row",
         )
     real = prompt if mask is None else prompt[mask]
-    for name, ids in (("prompt", real), ("stop_tokens", np.asarray(tuple(stop_tokens), np.int64))):
+    for name, ids in (("prompt", real), ("stop_tokens", stop_tokens)):
         wrong = ids[(ids < 0) | (ids >= model.vocab_size)]
         require(
             wrong.size == 0,
@@ -85,7 +143,6 @@ def check_request(
     batched = prompt.ndim == 2
     tokens = (prompt if batched else prompt[None]).astype(np.int32)
     used = 0 if state is None else _slots_in_use(model, state, len(tokens))
-    require(drafts >= 0, f"stream: `drafts` must be 0 or more tokens a step, but it is {drafts}")
     require(
         drafts == 0 or model.mtp is not None,
         f"stream: `drafts` = {drafts} needs a model with a multi-token prediction head, and this one has none: leave "
@@ -111,7 +168,7 @@ def check_request(
         capacity = -(-needed // 64) * 64  # so that prompts of similar lengths share one compiled step
     return Request(
         tokens, mask if mask is None or batched else mask[None], batched, max_new_tokens, capacity, sampler,
-        tuple(stop_tokens), state, drafts, None if sampler.temperature == 0 else key,
+        tuple(stop_tokens.tolist()), state, drafts, None if sampler.temperature == 0 else key,
     )  # fmt: skip
 
 

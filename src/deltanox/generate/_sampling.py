@@ -40,13 +40,14 @@ class Sampler:
             f"Sampler: `temperature` must be a number of at least 0, but it is {temperature!r}",
         )
         require(
-            top_k is None or (_is_number(top_k) and top_k == int(top_k) and top_k >= 1),
+            top_k is None or (_is_number(top_k) and top_k % 1 == 0 and top_k >= 1),
             f"Sampler: `top_k` must be an integer of at least 1, or None for all tokens, but it is {top_k!r}",
         )
         require(
             _is_number(top_p) and 0 < top_p <= 1,
             f"Sampler: `top_p` must be above 0 and at most 1, but it is {top_p!r}",
         )
+        object.__setattr__(self, "top_k", None if top_k is None else int(top_k))
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..models import HybridLM, HybridState
 from ..nn import KVCache
-from ..ops._validate import require
+from ..ops._validate import describe, require
 from ._request import Request
 from ._sampling import sample
 
@@ -38,8 +38,14 @@ def prefill(
 
     **Returns:** `(logits, state)`: logits after each row's last real token, and the states, with the batch in front.
 
-    **Raises:** `ValueError` for a capacity below T.
+    **Raises:** `ValueError` for a capacity below T, and tokens that are no integers [B T] or none at all.
     """
+    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+    require(
+        tokens.ndim == 2 and tokens.size > 0 and jnp.issubdtype(tokens.dtype, jnp.integer),
+        f"prefill: `tokens` must be integers [B, T], at least one token a row, but it is {describe(tokens)}: one "
+        "prompt is a batch of one row",
+    )
     T = tokens.shape[1]
     require(capacity >= T, f"prefill: `capacity` must be at least the prompts' length, {T}, but it is {capacity}")
     return _prefill(model, *padded(tokens, mask), state, np.int32(T), capacity)

@@ -10,4 +10,12 @@ at what it was drawn as. Nothing is fetched from a network, and no pickle is rea
 from ._config import config_from_hf as config_from_hf, config_to_hf as config_to_hf, read_json as read_json
 from ._load import load as load
 from ._save import save as save
-from ._text import TOKENIZER as TOKENIZER, Text as Text, end_token as end_token
+from ._text import (
+    GENERATION as GENERATION,
+    TOKENIZER as TOKENIZER,
+    TOKENIZER_CONFIG as TOKENIZER_CONFIG,
+    Text as Text,
+    check_text as check_text,
+    end_token as end_token,
+    end_tokens as end_tokens,
+)

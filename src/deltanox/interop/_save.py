@@ -57,8 +57,8 @@ def save(
     byte by byte then.
 
     **Arguments:** `model`, `config`: as from `load`; `folder`: made, must be empty; `like`: see above; `dtype`: of the
-    weights, but for those that stay float32; `end_token`: number of the token that ends a text, for a `config.json`
-    that isn't taken from `like`; `shard_bytes`: of a file, which is what the host holds at a time.
+    weights, but for those that stay float32; `end_token`: number of the token that ends a text, which `config.json`
+    names beside those of `like`; `shard_bytes`: of a file, which is what the host holds at a time.
 
     **Raises:** `ValueError` for a folder that isn't empty, a model that isn't of the config, a `like` of another model.
     """
@@ -73,12 +73,12 @@ def save(
     if like is None:
         source, names, layout = None, Names(), Layout.of_config(config)
         written = config_to_hf(config, dtype=jnp.dtype(model.embedding.dtype if dtype is None else dtype).name)
-        written |= {} if end_token is None else {"eos_token_id": end_token}
     else:
         source = Checkpoint(Path(like))
         names, layout = Names.of(source.tensors, like), Layout.of_names(source.tensors)
         check(source, names, config, places(config, skeleton, layout))
         written = _with_dtype(read_json(source.folder), dtype)
+    written = _with_end(written, end_token)
 
     tensors = _tensors(model, config, skeleton, names, layout, source, dtype)
     others: dict[str, np.ndarray] = {}
@@ -150,6 +150,16 @@ def _with_dtype(raw: dict[str, Any], dtype: DTypeLike | None) -> dict[str, Any]:
                 if isinstance(table, dict) and name in table:
                     table[name] = jnp.dtype(dtype).name
     return raw
+
+
+def _with_end(raw: dict[str, Any], end_token: int | None) -> dict[str, Any]:
+    """`raw` with `end_token` among its end tokens."""
+    ends = raw.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end_token is None or end_token in ends:
+        return raw
+    ends = [*ends, end_token]
+    return raw | {"eos_token_id": ends if len(ends) > 1 else end_token}
 
 
 class _Host:

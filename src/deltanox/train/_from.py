@@ -10,7 +10,7 @@ import jax
 from deltanox.interop import TOKENIZER, config_from_hf, load, read_json
 from deltanox.models import Qwen3NextConfig
 from deltanox.train._settings import Config
-from deltanox.train._vocabulary import BOUNDARY, VOCABULARY_SIZE
+from deltanox.train._vocabulary import check_is_bytes
 
 
 def start_from(folder: str | Path, config: Config) -> tuple[Config, Callable[[Config, jax.Array], Any]]:
@@ -26,11 +26,8 @@ def start_from(folder: str | Path, config: Config) -> tuple[Config, Callable[[Co
     data = config.data
     if (folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
-    elif not data.tokenizer and not VOCABULARY_SIZE <= sizes.vocab_size <= 2 * BOUNDARY:
-        raise ValueError(
-            f"train: `{folder}` has no {TOKENIZER}, and its vocabulary of {sizes.vocab_size} is not that of bytes "
-            f"({VOCABULARY_SIZE}): add the release's {TOKENIZER}, or set data.tokenizer"
-        )
+    elif not data.tokenizer:
+        check_is_bytes(folder, sizes.vocab_size, remedy=", or set data.tokenizer")
     family = "qwen3_next" if isinstance(sizes, Qwen3NextConfig) else "qwen3_5"
 
     def make_model(config: Config, key: jax.Array) -> Any:

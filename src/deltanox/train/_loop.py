@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from deltanox import _console as console
 from deltanox.nn import merge_lora
 from deltanox.train._adapt import adapt
 from deltanox.train._baselines import gzip_bits_per_byte, markov_bits_per_byte
@@ -75,7 +76,7 @@ def train(
     name: str = "run",
     make_model: Callable[[Config, jax.Array], Any] = default_model,
     sample: Callable[[Any, Config, Vocabulary, jax.Array], str] | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = console.say,
     progress: bool = True,
 ) -> Result:
     """Train the model of `config`.

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
-from deltanox.generate import Sampler, stream
+from deltanox.generate import Sampler, make_key, stream
 from deltanox.models import HybridLM
 from deltanox.nn import lora_filter, merge_lora
 from deltanox.train._adapt import adapt
@@ -76,7 +76,6 @@ def stream_text(
 
     **Raises**: `ValueError` for wrong values, before anything is generated.
     """
-    key = jax.random.key(seed) if isinstance(seed, int) else seed
     tokens = stream(
         model,
         encode(prompt),
@@ -84,7 +83,7 @@ def stream_text(
         sampler=sampler,
         stop_tokens=(BOUNDARY,),
         drafts=drafts,
-        key=key,
+        key=make_key(seed),
     )
     return _decode(tokens)
 
