@@ -5,6 +5,7 @@ import math
 import shutil
 
 import equinox as eqx
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -214,9 +215,9 @@ def test_the_head_for_one_token_further_comes_from_the_checkpoint(checkpoint, ca
     changes = ["train.further_weight=0.1", "model.mtp_head=true"]
     config, make_model = start_from(checkpoint, read_config("small.toml", changes))
     assert config.model.mtp_head and config.train.further_weight == 0.1
-    same(make_model(config, None), load(checkpoint, mtp=True, dtype="float32")[0])
+    same(make_model(config, jax.random.key(0)), load(checkpoint, mtp=True, dtype="float32")[0])
     config, make_model = start_from(checkpoint, read_config("small.toml", []))
-    assert not config.model.mtp_head and make_model(config, None).mtp is None
+    assert not config.model.mtp_head and make_model(config, jax.random.key(0)).mtp is None
     path = checkpoint / "model.safetensors"
     save_file({name: x for name, x in load_file(path).items() if not name.startswith("mtp.")}, path)
     assert main([*command, "--set", "model.mtp_head=true"]) == 2

@@ -296,7 +296,7 @@ class GatedDeltaNet(eqx.Module):
         return apply_linear(self.out_proj, norm(self.norm, x.reshape(heads), z.reshape(heads)).reshape(x.shape))
 
 
-def _trained(layer: eqx.nn.Linear | LoRALinear) -> tuple[Array, ...]:
+def _trained(layer: eqx.nn.Linear | LoRALinear) -> tuple[Any, ...]:
     """The arrays of a linear layer that gradients reach."""
     return (layer.up, layer.down) if isinstance(layer, LoRALinear) else (layer.weight,)
 
