@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from deltanox.train import (
     standard_library,
     validation_batches,
 )
+from deltanox.train._documents import describe_split
 
 
 def documents(*sizes, seed=0):
@@ -113,8 +115,67 @@ def test_the_split_goes_by_name_and_keeps_to_the_size():
     assert set(held) <= set(validation) and set(fewer) <= set(training)
     same, small = split_documents(docs, 0.25, 500)
     assert same == training and set(small) < set(validation) and sum(len(d.data) for d in small) <= 500
-    with pytest.raises(ValueError, match=r"no document is left for validation: 1 documents.*validation_fraction"):
-        split_documents(docs[:1], 0.001)
+    assert describe_split(docs, training, validation).endswith("files held out whole")
+    assert "held out and not evaluated (data.validation_bytes)" in describe_split(docs, same, small)
+
+
+LINES = "".join(f"{i} ä line of text\n" for i in range(4000)).encode()  # 80 kB
+UNEVEN = {
+    "one file": [Document("a.txt", LINES)],
+    "one huge file beside small ones": [
+        Document("a.txt", 4 * LINES),
+        *(Document(f"{i}.txt", b"small\n" * i) for i in range(1, 19)),
+    ],
+    "no line ends": [Document("a.txt", LINES.replace(b"\n", b""))],
+    "two files": [Document("a.txt", LINES), Document("b.txt", LINES)],
+}
+
+
+@pytest.mark.parametrize("docs", UNEVEN.values(), ids=UNEVEN.keys())
+@pytest.mark.parametrize("size", [None, 6000, 500])
+def test_pieces_are_held_out_where_files_are_few_or_uneven(docs, size):
+    """All text is used, once; pieces have the size asked for, and are cut between characters, at lines if there are."""
+    total = sum(len(document.data) for document in docs)
+    wanted = min(int(0.05 * total), size or total)
+    training, validation = split_documents(docs, 0.05, size)
+    assert wanted / 2 < sum(len(document.data) for document in validation) <= wanted
+    assert (training, validation) == split_documents(docs[::-1], 0.05, size)  # whatever the order
+    spans = {document.name: [] for document in docs}
+    data = {document.name: document.data for document in docs}
+    for document in (*training, *validation):
+        document.data.decode("utf-8")
+        name, _, span = document.name.partition("[")
+        first, last = map(int, span.rstrip("]").split(":")) if span else (0, len(data[name]))
+        assert document.data == data[name][first:last]
+        spans[name].append((first, last))
+        if b"\n" in data[name]:
+            assert document.data.endswith(b"\n")
+    for name, found in spans.items():  # nothing twice, nothing left out
+        ends = [0, *(last for _, last in sorted(found))]
+        assert [first for first, _ in sorted(found)] == ends[:-1] and ends[-1] == len(data[name])
+    pieces = len(validation)
+    assert f"{pieces} piece{'s' if pieces > 1 else ''} cut out of the files" in describe_split(
+        docs, training, validation
+    )
+
+
+def test_no_label_crosses_the_border_of_a_piece_held_out():
+    """Training rows have no pair of input and label with a byte of the piece: a character that is only there is never
+    seen, as an input or as a label."""
+    docs = [Document("a.txt", b"a" * 3000)]
+    _, validation = split_documents(docs, 0.05)
+    (first, last) = (int(x) for x in validation[0].name.partition("[")[2].rstrip("]").split(":"))
+    docs = [Document("a.txt", b"a" * first + b"b" * (last - first) + b"a" * (3000 - last))]
+    training, validation = split_documents(docs, 0.05)
+    assert set(validation[0].data) == {ord("b")} and len(training) == 2
+    data = TrainingData(training, 8, 2, seed=0)
+    batch, _ = data(DataPosition())
+    assert {*batch.tokens.ravel().tolist(), *batch.labels.ravel().tolist()} <= {ord("a"), BOUNDARY}
+
+
+def test_text_that_is_too_short_to_split_is_refused():
+    with pytest.raises(ValueError, match=r"no text is left for training: 1 documents of 1 bytes.*give more text"):
+        split_documents([Document("a", b"x")], 0.02)
 
 
 def test_the_standard_library_without_tests():
@@ -146,6 +207,44 @@ def test_own_text(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no text under"):
         read_documents([tmp_path / "empty"])
+
+
+def test_what_is_no_text_is_refused_in_a_sentence(tmp_path):
+    """A FIFO is never opened, which would wait for ever; a broken link, binary files and UTF-16 are named."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "good.txt").write_text("good")
+    (folder / "empty.txt").write_text("")
+    assert [document.name for document in read_documents([folder])] == ["good.txt"]
+    bad = folder / "bad"
+
+    def refused(sentence):
+        for path in (folder, bad):
+            with pytest.raises(ValueError, match=sentence):
+                read_documents([path])
+        bad.unlink()
+
+    os.mkfifo(bad)
+    refused("bad` is neither a file nor a folder; give regular files")
+    bad.symlink_to("nowhere")
+    refused("bad` is a broken link to `nowhere`; mend it or remove it")
+    bad.write_bytes("UTF-16".encode("utf-16-le"))
+    refused("`bad` must be text, but it has a zero at byte 1, as binary files and UTF-16 have; convert it")
+    bad.write_bytes(b"\x89PNG\r\n\x1a\n")
+    refused(r"`bad` is not UTF-8 .* at byte 0")
+    bad.symlink_to(bad)
+    refused("bad` must be readable, but it is not")
+
+
+def test_links_are_followed_and_a_file_is_read_once(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    (tmp_path / "a" / "to_b").symlink_to(tmp_path / "b")
+    (tmp_path / "a" / "again.txt").symlink_to("a.txt")
+    (tmp_path / "b" / "back").symlink_to(tmp_path / "a")  # a circle
+    found = read_documents([tmp_path / "a", tmp_path / "a" / "a.txt", tmp_path / "b"])
+    assert sorted(document.data for document in found) == [b"a", b"b"]
 
 
 def test_encode():

@@ -79,7 +79,19 @@ def test_a_run_leaves_log_picture_checkpoints_and_figures(tmp_path, text):
     assert sampled[0] is result.model and said[-1] == "sample!"
     figures = f"model {result.validation:.4f}, Markov model of order 2 {result.markov:.4f}, gzip -9 {result.gzip:.4f}"
     assert any(figures in sentence for sentence in said)
+    assert any("file by file, " in sentence and "in one archive, xz -9 in one archive" in sentence for sentence in said)
+    # the last record has the value on the batch of the short validations too
+    assert validations[-1]["first_batches_bits_per_byte"] != result.validation
     assert any(sentence.startswith("compiled the step in ") for sentence in said)
+    assert said[0].startswith("text: ") and " kB in 40 files: " in said[0] and "0.00 MB" not in "".join(said)
+
+
+def test_one_file_trains(tmp_path):
+    """A file of its own, far longer than a row: pieces of it are held out, and all of it is used."""
+    (tmp_path / "input.txt").write_text("the cat sat on a mat.\n" * 400)
+    result, said = run(tiny_config(tmp_path / "run", steps=6), tmp_path / "input.txt")
+    assert np.isfinite(result.validation)
+    assert said[0].startswith("text: 8.8 kB in 1 file: ") and "1 piece cut out of the files" in said[0]
 
 
 PROGRAM = """

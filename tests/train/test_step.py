@@ -53,6 +53,20 @@ def test_loss_of_packed_rows_is_that_of_the_documents(tied, getkey):
     assert loss(model, dirty).nats == sums.nats
 
 
+def test_a_batch_without_labels_changes_nothing(getkey):
+    """All of it is padding: the loss is 0, and not 0 / 0, which would make every parameter NaN."""
+    model = TinyModel(TinyConfig(), key=getkey())
+    state, static, optimiser = init_state(model, lambda _: optax.sgd(0.1), key=getkey())
+    batch = batch_of([9, 5, 9], 30, 1)
+    empty = jax.tree.map(lambda x: x[None], batch._replace(mask=jnp.zeros_like(batch.mask)))
+    for bytes_per_token in (None, 3.0):
+        step = make_step(static, optimiser, lambda step: jnp.float32(0.1), Precision(), bytes_per_token=bytes_per_token)
+        after, metrics = jax.jit(step)(state, empty)
+        assert metrics.loss == metrics.bits_per_byte == metrics.gradient_norm == 0
+        for old, new in zip(*map(jax.tree.leaves, (state.parameters, after.parameters))):
+            np.testing.assert_array_equal(old, new)
+
+
 def test_a_policy_that_the_model_does_not_take_is_refused(getkey):
     model = TinyModel(TinyConfig(), key=getkey())
     with pytest.raises(

@@ -5,8 +5,10 @@ import math
 import shutil
 
 import equinox as eqx
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints import FIXTURES, same
 from deltanox.cli import main
@@ -18,11 +20,13 @@ from deltanox.train import (
     config_from_dict,
     find_checkpoint,
     next_token_loss,
+    read_config,
     read_log,
     read_vocabulary,
     train,
     validation_batches,
 )
+from deltanox.train._from import start_from
 from deltanox.train._sample import load_parameters, load_vocabulary
 from tiny_model import TinyConfig, make_tiny
 from tokenizer import END, write_tokenizer
@@ -275,6 +279,25 @@ def test_a_checkpoint_without_tokenizer_is_refused(checkpoint, capsys):
         "deltanox: tokenizer: `model` has no tokenizer.json, and its vocabulary of 37 is not that of bytes (257): add the "
         "release's tokenizer.json, or set data.tokenizer" in capsys.readouterr().err
     )
+
+
+def test_the_head_for_one_token_further_comes_from_the_checkpoint(checkpoint, capsys):
+    """With `train.further_weight` the checkpoint's head is loaded, to be trained; without, or without one, said."""
+    command = ["train", "small.toml", "--from", "model", "--text", "text", "--set", "train.further_weight=0.1"]
+    assert main(command) == 2
+    assert "set model.mtp_head = true (with --from too" in capsys.readouterr().err
+    changes = ["train.further_weight=0.1", "model.mtp_head=true"]
+    config, make_model = start_from(checkpoint, read_config("small.toml", changes))
+    assert config.model.mtp_head and config.train.further_weight == 0.1
+    same(make_model(config, jax.random.key(0)), load(checkpoint, mtp=True, dtype="float32")[0])
+    config, make_model = start_from(checkpoint, read_config("small.toml", []))
+    assert not config.model.mtp_head and make_model(config, jax.random.key(0)).mtp is None
+    path = checkpoint / "model.safetensors"
+    save_file({name: x for name, x in load_file(path).items() if not name.startswith("mtp.")}, path)
+    assert main([*command, "--set", "model.mtp_head=true"]) == 2
+    error = capsys.readouterr().err
+    assert "`model` must have a head for one token further (tensors `mtp.*`)" in error
+    assert "set train.further_weight = 0, or give a checkpoint with the head" in error
 
 
 @pytest.mark.slow

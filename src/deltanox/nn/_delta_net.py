@@ -14,7 +14,6 @@ from ..ops import Residuals
 from ..ops._compiled import compiled
 from ..ops._derivatives import together
 from ..ops._dtypes import accumulator
-from ..ops._product import dot
 from ..ops._validate import require
 from ..ops.delta_net import convolve, gated_delta_net, gated_delta_net_step
 from ..ops.delta_rule.inputs import check_options
@@ -22,6 +21,7 @@ from ..ops.gated_norm import gated_norm_projection, takes
 from ._cache import check_snapshots
 from ._conv import CausalConv1d, check_tokens
 from ._linear import apply_linear, linear
+from ._lora import LoRALinear
 from ._norms import GatedRMSNorm
 
 
@@ -275,12 +275,15 @@ class GatedDeltaNet(eqx.Module):
             **self._options,
         )  # fmt: skip
         # z's own gradients come before the rule's, so that its cotangent is free by then
-        out, x, gate = together(out, x, self.in_proj_z.weight)
-        return self._output(out, dot(x, gate.astype(x.dtype))), DeltaNetState(past, recurrent)
+        out, x, *arrays = together(out, x, *_trained(self.in_proj_z))
+        z = apply_linear(eqx.tree_at(_trained, self.in_proj_z, tuple(arrays)), x)
+        return self._output(out, z), DeltaNetState(past, recurrent)
 
     def _output(self, x: Float[Array, "T HV"], z: Float[Array, "T HV"]) -> Float[Array, "T D"]:
         z = checkpoint_name(z, "gdn_z")
         kernel = self.implementation if self.implementation in ("auto", "pallas") else None
+        if isinstance(self.out_proj, LoRALinear):
+            kernel = None  # its change is a product of its own, with the norm's result, which the kernel never writes
         if kernel and x.shape[0] > 1 and not self.strict_hf_rounding and takes(x, self.value_head_size):
             return gated_norm_projection(
                 x, z, self.norm.weight, self.out_proj.weight, eps=self.norm.eps, gate=self.norm.gate,
@@ -300,6 +303,11 @@ def _projected_and_convolved(x, projection, weight, bias, past, segment_ids, mas
         return convolve(apply_linear(projection, x), weight, bias, past, segment_ids, mask, **options)
 
     return convolved(x, projection, weight, bias, past)
+
+
+def _trained(layer: eqx.nn.Linear | LoRALinear) -> tuple[Any, ...]:
+    """The arrays of a linear layer that gradients reach."""
+    return (layer.up, layer.down) if isinstance(layer, LoRALinear) else (layer.weight,)
 
 
 def _rounded_norm(norm: GatedRMSNorm, x, z):

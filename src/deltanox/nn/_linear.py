@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..ops._dtypes import accumulator
 from ..ops._manual import alike
 from ..ops._product import dot
 from ..ops._validate import describe, require
@@ -33,20 +34,28 @@ def linear(in_size: int, out_size: int, *, dtype: DTypeLike = jnp.float32, key: 
 
 
 def apply_linear(layer: eqx.nn.Linear | LoRALinear, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-    """y = x Wᵀ over the last axis, in x's dtype.
+    """y = x Wᵀ over the last axis, in x's dtype. Of a `LoRALinear`, x Wᵀ + (alpha / rank) (x downᵀ) upᵀ.
 
     One product for the whole sequence, with the tokens in rows: no transpose of the weight or of the tokens is made.
 
     **Arguments:** `layer`: a linear layer without bias; `x`: its inputs along the last axis.
 
-    **Returns:** the outputs along the last axis, in x's dtype (the weight is rounded to it).
+    **Returns:** the outputs along the last axis, in x's dtype (the weight is rounded to it). A low-rank change is never
+    added to the weight, whose last bits it may not reach: the two products are added in float32, and rounded once.
 
     **Raises:** `ValueError` if the last axis isn't the layer's input size.
     """
-    weight = layer.weight
+    weight = layer.base if isinstance(layer, LoRALinear) else layer.weight
     require(
         x.shape[-1] == weight.shape[1],
         f"linear: the last axis of `x` must be the layer's input size {weight.shape[1]}, but x is {describe(x)}: "
         f"build the layer with in_size={x.shape[-1]} or give it features of its own size",
     )
-    return dot(*alike((x, weight.astype(x.dtype))))
+    if not isinstance(layer, LoRALinear):
+        return dot(*alike((x, weight.astype(x.dtype))))
+    up = jnp.asarray(layer.scale, layer.up.dtype) * layer.up
+    base = jax.lax.stop_gradient(weight)
+    x, base, up, down = alike((x, base.astype(x.dtype), up.astype(x.dtype), layer.down.astype(x.dtype)))
+    wide = accumulator(x.dtype)
+    y = jax.lax.dot_general(x, base, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=wide)
+    return (y + dot(dot(x, down), up).astype(wide)).astype(x.dtype)

@@ -15,11 +15,19 @@ from tqdm import tqdm
 from deltanox import _console as console
 from deltanox.nn import merge_lora
 from deltanox.train._adapt import adapt
-from deltanox.train._baselines import gzip_bits_per_byte, markov_bits_per_byte
+from deltanox.train._baselines import archive_bits_per_byte, gzip_bits_per_byte, markov_bits_per_byte
 from deltanox.train._checkpoint import Checkpoint, load_arrays, save_checkpoint
 from deltanox.train._config import config_to_dict, differences
 from deltanox.train._data import Batch, Corpus, DataPosition, TrainingData, validation_batches
-from deltanox.train._documents import Document, fingerprint, read_documents, split_documents, standard_library
+from deltanox.train._documents import (
+    Document,
+    describe_split,
+    fingerprint,
+    read_documents,
+    size_in_words,
+    split_documents,
+    standard_library,
+)
 from deltanox.train._folder import (
     TOKENIZER,
     find_run,
@@ -106,7 +114,8 @@ def train(
             )
         text = text or checkpoint.record["data"]["text"]
     vocabulary = run_vocabulary(config, checkpoint)
-    training, validation, text_hash = _read(config, text, checkpoint)
+    training, validation, text_hash, used = _read(config, text, checkpoint)
+    say(used)
     directory = new_directory(config, name) if checkpoint is None else checkpoint.folder.parent.parent
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -114,6 +123,7 @@ def train(
         "gzip -9": gzip_bits_per_byte(validation),
         "Markov, order 2": markov_bits_per_byte(_beginning(training), validation),
     }
+    archives = archive_bits_per_byte(validation)
     held_out = Corpus(validation, vocabulary)
     data = TrainingData(
         Corpus(_forgetting(training), vocabulary), config.data.row_length, config.data.batch_size, config.data.seed
@@ -128,8 +138,8 @@ def train(
     epoch_steps = data.batches_per_epoch / config.train.accumulation
     tokens = "" if vocabulary.text is None else f" ({data.corpus.num_tokens / 1e6:.2f} M tokens)"
     say(
-        f"{_parameters(state)}; {data.corpus.num_bytes / 1e6:.2f} MB of text{tokens} for training "
-        f"in {len(data.corpus.sizes)} files, {held_out.num_bytes / 1e6:.2f} MB for validation in "
+        f"{_parameters(state)}; {size_in_words(data.corpus.num_bytes)} of text{tokens} for training "
+        f"in {len(data.corpus.sizes)} documents, {size_in_words(held_out.num_bytes)} for validation in "
         f"{len(held_out.sizes)}; {config.train.steps} steps are {config.train.steps / epoch_steps:.2f} epochs; "
         f"{directory}"
     )
@@ -198,10 +208,15 @@ def train(
         bar.close()
         start = time.perf_counter()
         bits = _evaluate(evaluate, state, config, held_out)
-        log.write(step=config.train.steps, validation_bits_per_byte=bits, baselines=baselines)
+        first = {}
+        if config.train.validate_every:  # the measure of the short validations, so that they have an end
+            few = _evaluate(evaluate, state, config, held_out, limit=config.train.validation_batches)
+            first = {"first_batches_bits_per_byte": few}
+        log.write(step=config.train.steps, validation_bits_per_byte=bits, baselines=baselines, **first)
         say(
             f"validation, bits per byte: model {bits:.4f}, Markov model of order 2 {baselines['Markov, order 2']:.4f}, "
-            f"gzip -9 {baselines['gzip -9']:.4f} ({time.perf_counter() - start:.1f} s)"
+            f"gzip -9 {baselines['gzip -9']:.4f} file by file, {archives[0]:.4f} in one archive, xz -9 in one archive "
+            f"{archives[1]:.4f} ({time.perf_counter() - start:.1f} s)"
         )
     except KeyboardInterrupt:
         bar.close()
@@ -210,7 +225,8 @@ def train(
     finally:
         bar.close()
         log.close()
-        plot_losses(read_log(directory / "log.jsonl"), baselines, directory / "loss.png")
+        marks = {("gzip -9, file by file" if name == "gzip -9" else name): bits for name, bits in baselines.items()}
+        plot_losses(read_log(directory / "log.jsonl"), marks, directory / "loss.png")
     model = merge_lora(config.precision.cast_compute(eqx.combine(state.arrays, static)))
     if sample is not None and config.train.sample_tokens:
         say(sample(model, config, vocabulary, state.key))
@@ -219,8 +235,8 @@ def train(
 
 def _read(
     config: Config, text: Sequence[str | Path], checkpoint: Checkpoint | None
-) -> tuple[list[Document], list[Document], str]:
-    """Training and validation documents, and the fingerprint of all."""
+) -> tuple[list[Document], list[Document], str, str]:
+    """Training and validation documents, the fingerprint of all, and a sentence that says how they are used."""
     documents = read_documents(text) if text else standard_library()
     text_hash = fingerprint(documents)
     if checkpoint is not None and checkpoint.record["data"]["fingerprint"] != text_hash:
@@ -228,12 +244,17 @@ def _read(
             f"checkpoint: `{checkpoint.folder}` was written on other text than what is under "
             f"{', '.join(map(str, text)) or 'the standard library'} now; give that text with --text, or start a new run"
         )
-    return *split_documents(documents, config.data.validation_fraction, config.data.validation_bytes or None), text_hash
+    training, validation = split_documents(
+        documents, config.data.validation_fraction, config.data.validation_bytes or None
+    )
+    return training, validation, text_hash, describe_split(documents, training, validation)
 
 
 def _beginning(documents: Sequence[Document]) -> list[Document]:
+    """Whole documents of `_MARKOV_BYTES` together at most; of a first one that is longer, its beginning."""
     sizes = itertools.accumulate(len(document.data) for document in documents)
-    return [document for document, size in zip(documents, sizes) if size <= _MARKOV_BYTES] or list(documents[:1])
+    whole = [document for document, size in zip(documents, sizes) if size <= _MARKOV_BYTES]
+    return whole or [documents[0]._replace(data=documents[0].data[:_MARKOV_BYTES])]
 
 
 def _forgetting(documents: list[Document]) -> Iterator[Document]:

@@ -19,6 +19,7 @@ class LossSums(NamedTuple):
 
     - `nats`: negative log-likelihood of the labels, float32.
     - `tokens`, `bytes`: labels, and, in text of bytes, those of them that are bytes (all but the ends of documents).
+      Both are 0 where all is masked: a mean divides by their maximum with 1.
     - `router`: the model's router statistics summed over layers and rows, None for a model without sparse layers.
     - `further`: as `nats`, of the head for one token further, over the labels that `further_labels` says are real;
       None where it isn't asked for.

@@ -204,7 +204,8 @@ class Config:
         if self.train.further_weight > 0 and not getattr(self.model, "mtp_head", False):
             raise ValueError(
                 f"config: train.further_weight must be 0 for a model without a head for one token further, but it is "
-                f"{self.train.further_weight}: set model.mtp_head = true"
+                f"{self.train.further_weight}: set model.mtp_head = true (with --from too, where the head is the "
+                "checkpoint's)"
             )
         if self.implementation == "reference":
             raise ValueError(

@@ -100,6 +100,8 @@ def make_step(
     `further_weight`, of the loss of the head for one token further, which the model must have if it isn't 0;
     `remat`, what the backward pass finds saved (None: all that it needs); `bytes_per_token`, of the text, for bits per
     byte (None: tokens are bytes).
+
+    A batch without labels (all of it masked) has the loss 0 and gradients of 0.
     """
 
     def loss_function(parameters, frozen, batch, counts, parts):
@@ -119,9 +121,11 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         parts = batch.tokens.shape[0]
         real = jnp.ones(batch.labels.shape, bool) if batch.mask is None else batch.mask
-        count = real.sum(dtype=jnp.int32).astype(jnp.float32)
+        # a mean over no labels is zero, with no gradient: a batch of padding alone changes nothing but by weight decay
+        count = jnp.maximum(real.sum(dtype=jnp.int32).astype(jnp.float32), jnp.float32(1))
         if bytes_per_token is None:
             num_bytes = (real & (batch.labels != BOUNDARY)).sum(dtype=jnp.int32).astype(jnp.float32)
+            num_bytes = jnp.maximum(num_bytes, jnp.float32(1))
         else:
             num_bytes = jnp.float32(bytes_per_token) * count
         mask = None if batch.mask is None else jnp.asarray(batch.mask)
