@@ -5,23 +5,38 @@ Nothing heavy is imported before a subcommand runs.
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deltanox._oserror import sentence
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr."""
+    """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr
+    (status 2), and so is what the machine refuses, such as a full disk (status 1)."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    status = 141  # as of a process that SIGPIPE ends
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"deltanox: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except BrokenPipeError:
+        # The reader has gone, as in `deltanox generate ... | head`. Python flushes once more at its exit: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"deltanox: {sentence(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        if str(error):  # of a training run, which says how to go on
+            print(f"deltanox: {error}", file=sys.stderr)
+        return getattr(error, "exit_status", 130)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,6 +162,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from deltanox.train._from import start_from
     from deltanox.train._loop import default_model
     from deltanox.train._sample import sample_text
+    from deltanox.train._signals import fatal_interrupt
 
     if arguments.config is not None:
         config = read_config(arguments.config, arguments.set)
@@ -164,9 +180,15 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ValueError("train: give --from or --resume, not both: a run that is resumed has its weights already")
         config, make_model = start_from(arguments.start, config)
     try:
-        train(
-            config, text=arguments.text, resume=arguments.resume, name=name, make_model=make_model, sample=sample_text
-        )
+        with fatal_interrupt():
+            train(
+                config,
+                text=arguments.text,
+                resume=arguments.resume,
+                name=name,
+                make_model=make_model,
+                sample=sample_text,
+            )
     except TrainingDiverged as error:
         print(f"deltanox: {error}", file=sys.stderr)
         return 1
