@@ -77,7 +77,7 @@ def test_an_output_that_is_full_or_closed(monkeypatch, capsys):
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert run_command(monkeypatch, lambda _: print("text")) == 141
+        assert run_command(monkeypatch, lambda _: print("text", flush=True)) == 141
         assert capsys.readouterr().err == ""
 
 

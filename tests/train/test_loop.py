@@ -164,8 +164,8 @@ def test_resuming_with_something_else_is_refused(tmp_path, text):
     run(config, text)
     with pytest.raises(ValueError, match=r"train.directory: `.*run` holds a run already; resume with --resume"):
         run(config, text)
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
     with pytest.raises(ValueError, match=r"another config \(data.seed was 0 and is 1\)"):
-        other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
         run(other, text, resume=tmp_path / "run")
     # More steps than the finished run's are no other config.
     longer, said = run(tiny_config(tmp_path / "run", steps=7), text, resume=tmp_path / "run")
