@@ -329,24 +329,50 @@ def test_a_full_disk_and_a_read_only_one(tmp_path, straight):
         compare_runs(straight, directory)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_is_stopped_by_signals(tmp_path, straight, number):
-    """The first one saves the step and says how to go on, and the run does; two in a row end the process."""
+@contextlib.contextmanager
+def command(folder, text, *values):
+    """A process of the command that trains for very long, once it has logged a step or compiled the program."""
     from test_cli import CONFIG
 
-    (tmp_path / "small.toml").write_text(CONFIG)
+    (folder / "small.toml").write_text(CONFIG)
     environment = os.environ | {"PYTHONPATH": str(Path(deltanox.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "deltanox.cli", "train", "small.toml", "--set", "train.steps=100000"]
-    command += ["--set", "train.checkpoint_every=0", "--text", str(straight.parent / "text")]
+    line = [sys.executable, "-m", "deltanox.cli", "train", "small.toml", "--text", str(text)]
+    for value in ("train.steps=1000000", "train.checkpoint_every=0", *values):
+        line += ["--set", value]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(line, env=environment | {"PYTHONUNBUFFERED": "1"}, cwd=folder, **pipes) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("compiled the step"):
+            assert process.poll() is None
+        yield process
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_with_its_status(tmp_path, straight, number):
     log = tmp_path / "runs" / "small" / "log.jsonl"
-    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (log.exists() and b"\n" in log.read_bytes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+    with command(tmp_path, straight.parent / "text") as process:
+        while not log.exists() or b"\n" not in log.read_bytes():
+            time.sleep(0.05)
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number, error
     assert error.rstrip().endswith("go on with: deltanox train --resume runs/small") and "Traceback" not in error
     step = find_checkpoint(tmp_path / "runs" / "small").record["step"]
     assert 0 < step == len(steps(tmp_path / "runs" / "small"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_command_inside_a_step(tmp_path, straight):
+    """The device works on a call that takes far longer than the test."""
+    with command(tmp_path, straight.parent / "text", "train.steps_per_call=100000") as process:
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        while "stopping after this step" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == -signal.SIGTERM
+    assert find_checkpoint(tmp_path / "runs" / "small").record["step"] == 0
+    assert not list((tmp_path / "runs" / "small").rglob(".writing*"))

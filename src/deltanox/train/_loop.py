@@ -40,7 +40,7 @@ from deltanox.train._optimiser import learning_rate_schedule, make_optimiser
 from deltanox.train._plot import plot_losses
 from deltanox.train._report import Report, diverged
 from deltanox.train._settings import Config, check_trainable
-from deltanox.train._signals import StopRequest, TrainingStopped, stop_requests
+from deltanox.train._signals import StopRequest, TrainingStopped, stop_requests, wait_for
 from deltanox.train._step import TrainState, init_state, make_evaluation, make_step, repeat_step
 from deltanox.train._versions import changed_versions, versions
 from deltanox.train._vocabulary import Vocabulary
@@ -371,7 +371,9 @@ def _evaluate(
     for batch in itertools.islice(batches, limit):
         if stop:
             return None
-        sums = jax.device_get(evaluate(state.arrays, batch))
+        sums = evaluate(state.arrays, batch)
+        wait_for(sums)
+        sums = jax.device_get(sums)
         nats, tokens, in_bytes = nats + float(sums.nats), tokens + int(sums.tokens), in_bytes + int(sums.bytes)
     size = tokens * corpus.num_bytes / corpus.num_tokens if config.data.tokenizer else in_bytes
     return nats / math.log(2) / size

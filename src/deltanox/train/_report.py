@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from deltanox.train._checkpoint import find_checkpoint
 from deltanox.train._log import Log
+from deltanox.train._signals import wait_for
 from deltanox.train._step import Metrics
 
 # Calls whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the
@@ -45,6 +46,7 @@ class Report:
 
     def _read(self) -> None:
         last, count, metrics = self.pending.popleft()
+        wait_for(metrics)
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         rate = count * self.tokens / max(now - self.time, 1e-9)

@@ -8,7 +8,11 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _NOTICE = b"\nstopping after this step; once more to stop at once, without what was done since the last checkpoint\n"
@@ -67,6 +71,14 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request
     finally:
         restore()
+
+
+def wait_for(arrays: Any) -> None:
+    """Wait until the device has computed `arrays` (a PyTree), hearing signals meanwhile: a handler of Python waits for
+    compiled code to return, and a step of a large model takes minutes on a CPU."""
+    for array in jax.tree.leaves(arrays):
+        while not array.is_ready():
+            time.sleep(0.001)
 
 
 @contextlib.contextmanager
