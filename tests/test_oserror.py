@@ -4,10 +4,13 @@ import errno
 import os
 import sys
 
+import numpy as np
 import pytest
+import safetensors
+from safetensors.numpy import save_file
 
 from deltanox import cli
-from deltanox._oserror import naming, sentence
+from deltanox._oserror import naming, safetensors_errors, sentence
 from deltanox.train._console import _Unbreakable, unbreakable
 
 
@@ -25,6 +28,14 @@ from deltanox.train._console import _Unbreakable, unbreakable
 )
 def test_each_refusal_has_its_remedy(number, words):
     assert sentence(OSError(number, os.strerror(number), "a/b")).startswith(words)
+
+
+def test_what_safetensors_cannot_write_is_an_error_of_the_machine(tmp_path):
+    with pytest.raises(FileNotFoundError) as error, safetensors_errors(tmp_path / "a"):
+        save_file({"x": np.ones(1)}, tmp_path / "none" / "x")
+    assert error.value.filename == str(tmp_path / "a")
+    with pytest.raises(safetensors.SafetensorError), safetensors_errors(tmp_path):
+        safetensors.deserialize(b"no safetensors")
 
 
 def test_a_path_is_given_where_there_is_none_and_shortened_where_it_is_long():
@@ -69,8 +80,7 @@ def test_an_output_that_is_full_or_closed(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdout", full)
         assert run_command(monkeypatch, lambda _: print("text", end="", flush=True)) == 1
         assert capsys.readouterr().err == (
-            "deltanox: no space left on the device of the output: free some, or give a path on another one; a run goes "
-            "on from its newest checkpoint with --resume\n"
+            "deltanox: no space left on the device of the output: free some, or give a path on another one\n"
         )
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     reader, writer = os.pipe()

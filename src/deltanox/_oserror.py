@@ -3,18 +3,18 @@
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_RUN = "a run goes on from its newest checkpoint with --resume"
 _REMEDIES = {
     errno.EACCES: "there is no permission for {path}: give a path that this user may use, or change its permissions",
     errno.EPERM: "there is no permission for {path}: give a path that this user may use, or change its permissions",
     errno.EROFS: "{path} is on a read-only file system: give a path on another one",
-    errno.ENOSPC: f"no space left on the device of {{path}}: free some, or give a path on another one; {_RUN}",
-    errno.EDQUOT: f"the disk quota at {{path}} is used up: free some space, or give a path elsewhere; {_RUN}",
+    errno.ENOSPC: "no space left on the device of {path}: free some, or give a path on another one",
+    errno.EDQUOT: "the disk quota at {path} is used up: free some space, or give a path elsewhere",
     errno.EFBIG: "{path} would be larger than this process or file system allows: raise the limit (`ulimit -f`), or "
-    f"give a path on another file system; {_RUN}",
+    "give a path on another file system",
     errno.ENAMETOOLONG: "the name {path} is too long for this file system: give a shorter one",
     errno.ENOENT: "there is no {path}: check the path",
     errno.ENOTDIR: "a part of {path} is a file where a folder must be: give another path",
@@ -28,7 +28,9 @@ _REMEDIES = {
 
 def sentence(error: OSError) -> str:
     """What went wrong, where, and what to do about it, in one line."""
-    path = error.filename if error.filename2 is None or error.errno != errno.EEXIST else error.filename2
+    # of a copy or a renaming: what is written, unless the source cannot be read
+    first = error.filename2 is None or error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM)
+    path = error.filename if first else error.filename2
     name = "the output" if path is None else f"`{_short(os.fsdecode(path) if isinstance(path, bytes) else str(path))}`"
     if error.errno in _REMEDIES:
         return _REMEDIES[error.errno].format(path=name)
@@ -50,6 +52,20 @@ def naming(path: str | Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextlib.contextmanager
+def safetensors_errors(path: str | Path) -> Iterator[None]:
+    """What the machine refuses inside safetensors, which has an error of its own for it, as an `OSError` of `path`."""
+    import safetensors
+
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        if match is None:
+            raise
+        raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from None
 
 
 def expand_home(path: str | Path) -> Path:

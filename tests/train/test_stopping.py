@@ -87,7 +87,7 @@ def test_stopped_three_times_and_resumed_is_bit_equal(tmp_path, straight, monkey
     with monkeypatch.context() as patch:  # the first call is before the loop
         patch.setattr(_loop, "_next", on_call(7, _loop._next, lambda: signal.raise_signal(signal.SIGTERM)))
         with pytest.raises(
-            TrainingStopped, match="stopped at step 6, which is saved; 6 are left; go on with: "
+            TrainingStopped, match="stopped at step 6, which is saved; 6 steps are left; go on with: "
         ) as error:
             run(config, text)
     assert error.value.exit_status == 143 and str(error.value).endswith(f" deltanox train --resume '{directory}'")

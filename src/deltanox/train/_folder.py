@@ -18,7 +18,6 @@ Tree = TypeVar("Tree")
 FROZEN, TOKENIZER = "frozen", "tokenizer"
 """Folders in a run's folder, of what is written once."""
 
-
 CHECKPOINTS, LOG, PICTURE = "checkpoints", "log.jsonl", "loss.png"
 RUN_ID = "run_id"
 """A file with a random number, which every checkpoint of the run holds too."""
@@ -37,8 +36,8 @@ def find_run(resume: str | Path) -> Checkpoint:
             "delete the newer checkpoints first"
         )
     path = checkpoint.folder.parent.parent / RUN_ID
-    here, written = path.read_text("utf-8", "replace").strip() if path.exists() else None, checkpoint.record.get("run")
-    if here is not None and here != written:
+    here, written = path.read_text("utf-8", "replace").strip() if path.exists() else "", checkpoint.record.get("run")
+    if here and here != written:
         raise ValueError(
             f"checkpoint: `{checkpoint.folder}` belongs to another run than `{path.parent}` (its number is {written}, "
             f"`{path}` says {here}); resume it in the folder of its own run, or delete it here"

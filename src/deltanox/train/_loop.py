@@ -280,7 +280,7 @@ def _train(
         )
     except TrainingStopped:
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):
         bar.close()
         say(f"stopped; go on from the newest checkpoint with: {_resume_command(directory)}")
         raise
@@ -408,7 +408,9 @@ def _resume_command(directory: Path) -> str:
 
 def _stopped(stop: StopRequest, step: int, config: Config, directory: Path) -> TrainingStopped:
     assert stop.signal is not None
-    left = "its final validation is left" if step == config.train.steps else f"{config.train.steps - step} are left"
+    left = (
+        "its final validation is left" if step == config.train.steps else f"{config.train.steps - step} steps are left"
+    )
     return TrainingStopped(
         f"stopped at step {step}, which is saved; {left}; go on with: {_resume_command(directory)}", stop.signal
     )
