@@ -12,19 +12,23 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import deltanox
 from deltanox._oserror import sentence
+from deltanox.precision import Precision
 from deltanox.train import (
     BYTES,
     Corpus,
+    OptimiserConfig,
     TrainingDiverged,
     TrainState,
     _loop,
     _versions,
     find_checkpoint,
+    make_optimiser,
     read_documents,
     read_log,
     save_checkpoint,
@@ -275,6 +279,24 @@ def test_training_in_float16_is_refused(tmp_path, name):
     config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, **{name: "float16"}))
     with pytest.raises(ValueError, match=rf"precision.{name} must be float32, .* but it is float16: .*; give bfloat16"):
         run(config, tmp_path)
+
+
+def test_an_epsilon_that_is_zero_in_the_dtype_of_the_parameters_is_refused():
+    parameters = {"weight": jnp.ones((2, 2), jnp.float16)}
+    with pytest.raises(ValueError, match=r"optimiser.epsilon must be above 0 .*, but 1e-08 is 0 in float16: store"):
+        make_optimiser(OptimiserConfig(), 10, parameters)
+    make_optimiser(OptimiserConfig(epsilon=1e-4), 10, parameters)
+    make_optimiser(OptimiserConfig(), 10, {"weight": jnp.ones((2, 2), jnp.bfloat16)})
+
+
+@pytest.mark.parametrize("name", ["parameter", "compute", "accumulation", "state", "decay"])
+def test_casting_to_float64_needs_64_bit_types(name):
+    precision = Precision(**{name: "float64"})
+    with pytest.raises(ValueError, match=f"Precision: `{name}` is float64, .* switched off: set the environment"):
+        precision.cast_compute({"x": jnp.ones(2)})
+    with jax.enable_x64(True):
+        dtype = precision.cast_compute({"x": jnp.ones(2, jnp.float32)})["x"].dtype
+    assert dtype == (np.float64 if name == "compute" else np.float32)
 
 
 def test_float64_is_refused_without_64_bit_types(tmp_path):
