@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from deltanox import cli
 from deltanox._oserror import naming, safetensors_errors, sentence
-from deltanox.train._console import _Unbreakable, unbreakable
+from deltanox.train._terminal import _Unbreakable, unbreakable
 
 
 @pytest.mark.parametrize(

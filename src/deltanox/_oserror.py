@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def safetensors_errors(path: str | Path) -> Iterator[None]:
         if match is None:
             raise
         raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from None
+
+
+def discard_output() -> None:
+    """Send what is still printed into nothing: Python flushes its output once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def expand_home(path: str | Path) -> Path:

@@ -5,18 +5,14 @@ Nothing heavy is imported before a subcommand runs.
 
 import argparse
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltanox._oserror import sentence
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr
-    (status 2), and so is what the machine refuses, such as a full disk (status 1)."""
+    """Run a command line (None: the process's own) and return the exit status. Wrong use is one sentence on stderr."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     status = 141  # as of a process that SIGPIPE ends
@@ -27,9 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"deltanox: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has gone, as in `deltanox generate ... | head`. Python flushes once more at its exit: into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
+        # the reader has gone, as in `deltanox generate ... | head`
+        from deltanox._oserror import discard_output
+
+        discard_output()
+    except OSError as error:  # what the machine refuses, such as a full disk
+        from deltanox._oserror import sentence
+
         print(f"deltanox: {sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:

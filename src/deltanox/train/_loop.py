@@ -19,7 +19,6 @@ from deltanox.train._adapt import adapt
 from deltanox.train._baselines import gzip_bits_per_byte, markov_bits_per_byte
 from deltanox.train._checkpoint import Checkpoint, NonFinite, load_arrays, save_checkpoint
 from deltanox.train._config import config_to_dict, differences
-from deltanox.train._console import progress_bar, unbreakable
 from deltanox.train._data import Batch, Corpus, DataPosition, TrainingData, validation_batches
 from deltanox.train._documents import Document, fingerprint, read_documents, split_documents, standard_library
 from deltanox.train._folder import (
@@ -42,6 +41,7 @@ from deltanox.train._report import Report, diverged
 from deltanox.train._settings import Config, check_trainable
 from deltanox.train._signals import StopRequest, TrainingStopped, stop_requests, wait_for
 from deltanox.train._step import TrainState, init_state, make_evaluation, make_step, repeat_step
+from deltanox.train._terminal import progress_bar, unbreakable
 from deltanox.train._versions import changed_versions, versions
 from deltanox.train._vocabulary import Vocabulary
 
