@@ -22,13 +22,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_unprintable()
     parser = _parser()
     arguments = parser.parse_args(argv)
+    status = 141  # as of a process that SIGPIPE ends
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"deltanox: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except BrokenPipeError:
+        # the reader has gone, as in `deltanox generate ... | head`
+        from deltanox._oserror import discard_output
+
+        discard_output()
+    except OSError as error:  # what the machine refuses, such as a full disk
+        from deltanox._oserror import sentence
+
+        print(f"deltanox: {sentence(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        if str(error):  # of a training run, which says how to go on
+            print(f"deltanox: {error}", file=sys.stderr)
+        return getattr(error, "exit_status", 130)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,6 +194,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from deltanox.train._from import start_from
     from deltanox.train._loop import default_model
     from deltanox.train._sample import sample_text
+    from deltanox.train._signals import fatal_interrupt
 
     if arguments.config is None and arguments.resume is None and arguments.text[-1:]:
         arguments.config = _config_behind_text(arguments)
@@ -199,9 +215,15 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ValueError("train: give --from or --resume, not both: a run that is resumed has its weights already")
         config, make_model = start_from(arguments.start, config)
     try:
-        train(
-            config, text=arguments.text, resume=arguments.resume, name=name, make_model=make_model, sample=sample_text
-        )
+        with fatal_interrupt():
+            train(
+                config,
+                text=arguments.text,
+                resume=arguments.resume,
+                name=name,
+                make_model=make_model,
+                sample=sample_text,
+            )
     except TrainingDiverged as error:
         print(f"deltanox: {error}", file=sys.stderr)
         return 1

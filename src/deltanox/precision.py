@@ -21,6 +21,7 @@ import numpy as np
 Tree = TypeVar("Tree")
 
 _NAMES = ("bfloat16", "float16", "float32", "float64")
+_FIELDS = ("parameter", "compute", "accumulation", "state", "decay")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Precision:
     dtype, so that two records of the same dtypes are equal and hash equally.
 
     **Raises**: `ValueError` for anything that is not one of these dtypes, and for a `decay` or an `accumulation` below
-    float32.
+    float32. Casting a model raises it for float64 where JAX has 64-bit types switched off: it would go on in float32.
     """
 
     parameter: Any = "float32"
@@ -53,7 +54,7 @@ class Precision:
     strict_hf_rounding: Any = False
 
     def __post_init__(self):
-        for name in ("parameter", "compute", "accumulation", "state", "decay"):
+        for name in _FIELDS:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         if not isinstance(self.strict_hf_rounding, bool):
             raise ValueError(
@@ -82,7 +83,18 @@ class Precision:
         """
         return self._cast(model, self.compute)
 
+    def require_available(self) -> None:
+        """**Raises**: `ValueError` for float64 where JAX has 64-bit types switched off."""
+        wide = [name for name in _FIELDS if getattr(self, name) == np.float64]
+        if wide and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+            raise ValueError(
+                f"Precision: `{wide[0]}` is float64, which needs JAX's 64-bit types, but they are switched off: set "
+                "the environment variable JAX_ENABLE_X64=1, or give float32"
+            )
+
     def _cast(self, model, dtype):
+        self.require_available()
+
         def cast(x, to):
             return x.astype(to) if _is_floating(x) else x
 

@@ -16,6 +16,7 @@ import pytest
 
 import deltanox
 from deltanox.train import find_checkpoint, load_arrays, save_checkpoint
+from deltanox.train._checkpoint import clear_leftovers
 
 
 def tree(seed=0):
@@ -102,8 +103,11 @@ def edit(**changes):
             "no readable checkpoint.json.*delete this folder to go on from step_00000001",
         ),
         (lambda f: (f / "checkpoint.json").write_text('{"format": "deltanox'), "no readable checkpoint.json"),
+        (edit(step=3), "checkpoint.json` was changed after it was written: its hash is not the recorded one; undo"),
+        (edit(keys={}), "was changed after it was written.*or delete this folder to go on from step_00000001"),
+        (edit(sha256=None), "was changed after it was written"),
         (edit(format="other"), "was not written by deltanox"),
-        (edit(version=99), "version 99 of the format, this deltanox reads 1"),
+        (edit(version=99), "version 99 of the format, this deltanox reads 1 and 2"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(tmp_path, damage, sentence):
@@ -114,6 +118,51 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage, sentence):
         load_arrays(find_checkpoint(tmp_path), tree())
     shutil.rmtree(tmp_path / "step_00000002")  # the remedy
     assert same(load_arrays(find_checkpoint(tmp_path), tree()), tree(1))
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path):
+    save_checkpoint(tmp_path, tree(), 2, {}).rename(tmp_path / "step_00000007")
+    with pytest.raises(ValueError, match=r"step_00000007` holds step 2, not that of its name; give it the name it had"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_the_format_without_a_hash_is_read(tmp_path):
+    folder = save_checkpoint(tmp_path, tree(), 2, {})
+    edit(version=1, sha256=None)(folder)
+    assert same(load_arrays(find_checkpoint(tmp_path), tree()), tree())
+
+
+def test_values_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path):
+    save_checkpoint(tmp_path, {"x": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(1)}, 1, {}, finite=True)
+    for bad in (jnp.nan, jnp.inf):
+        with pytest.raises(ValueError, match=r"array `\['x'\]` has 1 values of 3 that are not finite"):
+            save_checkpoint(tmp_path, {"x": jnp.asarray([1, bad, 2], jnp.bfloat16)}, 2, {}, finite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_kill_between_the_two_renamings_of_the_same_step_leaves_it_loadable(tmp_path):
+    folder = save_checkpoint(tmp_path, tree(1), 1, {})
+    folder.rename(tmp_path / f".old_{folder.name}")
+    (tmp_path / ".writing_1").mkdir()
+    clear_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert same(load_arrays(find_checkpoint(tmp_path), tree()), tree(1))
+
+
+def test_a_save_that_the_machine_refuses_leaves_what_was_there(tmp_path):
+    """By the limit on the size of files, which stands for a full disk."""
+    resource = pytest.importorskip("resource")
+    save_checkpoint(tmp_path, {"x": np.ones(10, np.float32)}, 1, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            save_checkpoint(tmp_path, {"x": np.ones(10_000, np.float32)}, 2, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.filename == str(tmp_path / "step_00000002")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert find_checkpoint(tmp_path).record["step"] == 1
 
 
 @pytest.mark.parametrize(

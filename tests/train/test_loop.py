@@ -1,5 +1,6 @@
 """The loop as a whole, on a model that is small enough to train in a second."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,47 +17,16 @@ import pytest
 import safetensors.numpy
 
 import deltanox
-from deltanox.train import TrainingDiverged, config_from_dict, find_checkpoint, read_log, train
+from deltanox.train import TrainingDiverged, find_checkpoint, read_log, train
 from deltanox.train._log import Log
-from tiny_model import TinyConfig, TinyModel, make_tiny
-
-
-def make_text(folder):
-    """Forty files of text with a little structure, a fifth of which is held out."""
-    rng = np.random.default_rng(0)
-    folder.mkdir()
-    words = ["the ", "cat ", "sat ", "on ", "a ", "mat.\n"]
-    for i in range(40):
-        (folder / f"{i}.txt").write_text("".join(rng.choice(words, rng.integers(20, 80))))
+from tiny_model import TinyModel, make_tiny
+from tiny_run import make_text, run, steps, tiny_config
 
 
 @pytest.fixture
 def text(tmp_path):
     make_text(tmp_path / "text")
     return tmp_path / "text"
-
-
-def tiny_config(directory, **train_values):
-    return config_from_dict(
-        {
-            "model": {"width": 16},
-            "data": {"row_length": 32, "batch_size": 2, "validation_fraction": 0.2},
-            "optimiser": {"learning_rate": 3e-2, "warmup_steps": 5},
-            "train": {"steps": 24, "checkpoint_every": 8, "accumulation": 2, "directory": str(directory), "seed": 3}
-            | train_values,
-        },
-        model_type=TinyConfig,
-    )
-
-
-def run(config, text, **kwargs):
-    said = []
-    result = train(config, text=[text], make_model=make_tiny, say=said.append, progress=False, **kwargs)
-    return result, said
-
-
-def steps(directory):
-    return [record for record in read_log(Path(directory) / "log.jsonl") if "loss" in record]
 
 
 def test_a_run_leaves_log_picture_checkpoints_and_figures(tmp_path, text):
@@ -206,11 +176,22 @@ def test_resuming_with_something_else_is_refused(tmp_path, text):
     run(config, text)
     with pytest.raises(ValueError, match=r"train.directory: `.*run` holds a run already; resume with --resume"):
         run(config, text)
-    with pytest.raises(ValueError, match=r"another config \(train.steps was 6 and is 7\)"):
-        run(tiny_config(tmp_path / "run", steps=7), text, resume=tmp_path / "run")
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
+    with pytest.raises(ValueError, match=r"another config \(data.seed was 0 and is 1\)"):
+        run(other, text, resume=tmp_path / "run")
+    # More steps than the finished run's are no other config.
+    longer, said = run(tiny_config(tmp_path / "run", steps=7), text, resume=tmp_path / "run")
+    assert [record["step"] for record in steps(longer.directory)] == list(range(1, 8))
+    assert said[0].startswith("all 6 steps of the run are done; it is trained to step 7, with the learning rates")
+    config = tiny_config(tmp_path / "run", steps=7)
+    with pytest.raises(ValueError, match=r"another config \(train.steps was 7 and is 6\).*or start a new run$"):
+        run(tiny_config(tmp_path / "run", steps=6), text, resume=tmp_path / "run")
     # The text of the run is known; a changed one is noticed.
     said = []
     train(config, resume=tmp_path / "run", make_model=make_tiny, say=said.append, progress=False)
+    assert said[0] == "all 7 steps of the run are done; to train it longer, add --set train.steps=14, or more"
+    validations = [r for r in read_log(tmp_path / "run" / "log.jsonl") if "validation_bits_per_byte" in r]
+    assert [record["step"] for record in validations] == [6, 7]  # the last one is not logged again
     (text / "more.txt").write_text("more")
     with pytest.raises(ValueError, match="was written on other text than what is under"):
         train(config, resume=tmp_path / "run", make_model=make_tiny, say=said.append, progress=False)

@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from .._oserror import safetensors_errors
 from ..models import HybridLM, HybridState
 from ..ops._validate import require
 
@@ -25,8 +26,9 @@ def save_state(file: str | Path, state: HybridState, model: HybridLM) -> None:
 
     **Raises:** `ValueError` for a state that isn't the model's.
     """
-    from safetensors.flax import save_file
+    from safetensors.flax import save_file as write
 
+    save_file = safetensors_errors(file)(write)
     arrays = _named(state)
     _check_arrays("save_state", "the state", {name: _kind(x) for name, x in arrays.items()}, model)
     part = Path(f"{file}.part")

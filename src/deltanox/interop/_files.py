@@ -11,6 +11,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from .._oserror import naming
 from ..generate._files import permissions_of_a_new_file
 from ..ops._validate import require
 
@@ -149,4 +150,5 @@ def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Indented, with a line's end, as transformers writes it."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    with naming(path):
+        path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from .._oserror import safetensors_errors
 from ..models import HybridLM, Qwen3_5Config
 from ..ops._validate import describe, require
 from ._config import CONFIG, config_to_hf, read_json
@@ -120,7 +121,8 @@ def _write(folder: Path, tensors: dict[str, _Tensor], others: dict[str, np.ndarr
     for i, members in enumerate(files):
         file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         values = {name: _value(tensors[name], host) if name in tensors else others[name] for name in members}
-        write_shard(folder / file, values)
+        with safetensors_errors(folder / file):
+            write_shard(folder / file, values)
         weight_map |= dict.fromkeys(members, file)
     if len(files) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})

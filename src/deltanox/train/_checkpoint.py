@@ -2,12 +2,13 @@
 
     step_00000200/arrays.safetensors      parameters, optimiser, step, PRNG key data
     step_00000200/checkpoint.json         format, step, data position and fingerprint, config, size and hash of the
-    arrays
+    arrays, hash of all this
 
 Both are written into a folder beside, flushed to the disk, and the folder is renamed: a name `step_...` stands for a
 complete checkpoint whenever the process is killed, and the one before stays until the new one is there.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,12 +24,16 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save
 
+from deltanox._oserror import expand_home, naming
+
 Tree = TypeVar("Tree")
 
 FORMAT = "deltanox checkpoint"
-VERSION = 1
+VERSION = 2
+"""Of the format. 1, which is read as well, had no hash of the record."""
 _ARRAYS, _RECORD = "arrays.safetensors", "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})")
+_WRITING, _OLD = ".writing_", ".old_"
 
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
@@ -51,19 +56,30 @@ class Checkpoint(NamedTuple):
     record: dict[str, Any]
 
 
-def save_checkpoint(directory: str | Path, tree: Any, step: int, record: dict[str, Any], *, keep: int = 2) -> Path:
+class NonFinite(ValueError):
+    """An array that was to be saved has values that are NaN or infinite."""
+
+
+def save_checkpoint(
+    directory: str | Path, tree: Any, step: int, record: dict[str, Any], *, keep: int = 2, finite: bool = False
+) -> Path:
     """Write the arrays of `tree` and `record` as the checkpoint of `step`, then delete all but the newest `keep`.
 
     **Arguments**: `directory`, made if it does not exist; `tree`, any PyTree of arrays and PRNG keys (bfloat16 as
-    well); `step`; `record`, values that JSON can hold.
+    well); `step`; `record`, values that JSON can hold; `finite`, whether every value must be a finite number.
 
     **Returns**: the checkpoint's folder.
+
+    **Raises**: `NonFinite`, and nothing is written; `OSError` with the path, and what was written is removed: the
+    checkpoints that were there before stay.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(".writing_*"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    with naming(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(directory)
     arrays, keys = _arrays(tree)
+    if finite:
+        _require_finite(arrays)
     data = save(arrays)
     full = {
         "format": FORMAT,
@@ -73,22 +89,50 @@ def save_checkpoint(directory: str | Path, tree: Any, step: int, record: dict[st
         "keys": keys,
         "arrays": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
     }
-    writing = directory / f".writing_{os.getpid()}"
-    writing.mkdir()
-    _write(writing / _ARRAYS, data)
-    _write(writing / _RECORD, (json.dumps(full, indent=1) + "\n").encode())
-    _flush(writing)
-    folder = directory / f"step_{step:08d}"
-    if folder.exists():  # the same step again: a run that was resumed from an earlier checkpoint
-        old = directory / f".writing_old_{os.getpid()}"
-        folder.rename(old)
-    writing.rename(folder)
-    _flush(directory)
-    for left in directory.glob(".writing_*"):
-        shutil.rmtree(left, ignore_errors=True)
+    full["sha256"] = _record_hash(full)
+    writing, folder = directory / f"{_WRITING}{os.getpid()}", directory / f"step_{step:08d}"
+    try:
+        with naming(folder):
+            writing.mkdir()
+            _write(writing / _ARRAYS, data)
+            _write(writing / _RECORD, (json.dumps(full, indent=1) + "\n").encode())
+            _flush(writing)
+            if folder.exists():  # the same step again: a run that was resumed from an earlier checkpoint
+                folder.rename(directory / f"{_OLD}{folder.name}")
+            writing.rename(folder)
+            _flush(directory)
+    except OSError:
+        with contextlib.suppress(OSError):
+            clear_leftovers(directory)
+        raise
+    clear_leftovers(directory)
     for old in _folders(directory)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Remove what a save that was killed, or that failed, left in `directory`."""
+    for left in directory.glob(f"{_WRITING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for old in directory.glob(f"{_OLD}*"):
+        folder = directory / old.name.removeprefix(_OLD)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:  # killed between two renamings: the replacement is not there
+            old.rename(folder)
+
+
+def _require_finite(arrays: dict[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.inexact) and (bad := int(np.size(array) - np.isfinite(array).sum())):
+            raise NonFinite(f"array `{name}` has {bad} values of {array.size} that are not finite")
+
+
+def _record_hash(record: dict[str, Any]) -> str:
+    """Of all fields but the hash itself, in one order and without white space."""
+    rest = {name: value for name, value in record.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(rest)), sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -119,7 +163,7 @@ def find_checkpoint(directory: str | Path) -> Checkpoint:
 
     **Raises**: `ValueError` where there is none, or where the newest one isn't a checkpoint of this library.
     """
-    directory = Path(directory)
+    directory = expand_home(directory)
     if not directory.is_dir():
         raise ValueError(
             f"checkpoint: there is no folder `{directory}`; give the folder of a run, such as runs/qwen3_5_nano"
@@ -144,6 +188,8 @@ def _remedy(folder: Path) -> str:
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads((folder / _RECORD).read_bytes())
+    except PermissionError:
+        raise
     except (OSError, ValueError):
         raise ValueError(
             f"checkpoint: `{folder}` has no readable {_RECORD}, so it is damaged or of another program; "
@@ -151,10 +197,20 @@ def _read_record(folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"checkpoint: `{folder}` was not written by deltanox; give a folder of `deltanox train`")
-    if record.get("version") != VERSION:
+    if record.get("version") not in (1, VERSION):
         raise ValueError(
-            f"checkpoint: `{folder}` has version {record.get('version')!r} of the format, this deltanox reads "
+            f"checkpoint: `{folder}` has version {record.get('version')!r} of the format, this deltanox reads 1 and "
             f"{VERSION}; read it with the deltanox that wrote it"
+        )
+    if record["version"] > 1 and record.get("sha256") != _record_hash(record):
+        raise ValueError(
+            f"checkpoint: `{folder / _RECORD}` was changed after it was written: its hash is not the recorded one; "
+            f"undo the change, or {_remedy(folder)}"
+        )
+    if (match := _NAME.fullmatch(folder.name)) and record.get("step") != int(match[1]):
+        raise ValueError(
+            f"checkpoint: `{folder}` holds step {record.get('step')!r}, not that of its name; give it the name it had, "
+            f"or {_remedy(folder)}"
         )
     return record
 
@@ -172,6 +228,8 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
     folder, record = checkpoint
     try:
         data = (folder / _ARRAYS).read_bytes()
+    except PermissionError:
+        raise
     except OSError:
         raise ValueError(f"checkpoint: `{folder}` has no {_ARRAYS}; {_remedy(folder)}") from None
     if len(data) != record["arrays"]["bytes"]:

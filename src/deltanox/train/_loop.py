@@ -1,7 +1,9 @@
 """The training loop: from a config to a trained model, with a log, checkpoints, a picture and what it is worth."""
 
+import contextlib
 import itertools
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,13 +12,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from deltanox import _console as console
+from deltanox._oserror import expand_home, sentence
 from deltanox.nn import merge_lora
 from deltanox.train._adapt import adapt
 from deltanox.train._baselines import archive_bits_per_byte, gzip_bits_per_byte, markov_bits_per_byte
-from deltanox.train._checkpoint import Checkpoint, load_arrays, save_checkpoint
+from deltanox.train._checkpoint import Checkpoint, NonFinite, load_arrays, save_checkpoint
 from deltanox.train._config import config_to_dict, differences
 from deltanox.train._data import Batch, Corpus, DataPosition, TrainingData, validation_batches
 from deltanox.train._documents import (
@@ -29,19 +31,27 @@ from deltanox.train._documents import (
     standard_library,
 )
 from deltanox.train._folder import (
+    CHECKPOINTS,
+    LOG,
+    PICTURE,
     TOKENIZER,
-    find_run,
+    beside,
+    identify,
     load_frozen,
-    new_directory,
+    new_run,
+    resumed_run,
     run_vocabulary,
     save_frozen,
 )
 from deltanox.train._log import Log, read_log
 from deltanox.train._optimiser import learning_rate_schedule, make_optimiser
 from deltanox.train._plot import plot_losses
-from deltanox.train._report import Report
-from deltanox.train._settings import Config
+from deltanox.train._report import Report, diverged
+from deltanox.train._settings import Config, check_trainable
+from deltanox.train._signals import StopRequest, TrainingStopped, stop_requests, wait_for
 from deltanox.train._step import TrainState, init_state, make_evaluation, make_step, repeat_step
+from deltanox.train._terminal import progress_bar, unbreakable
+from deltanox.train._versions import changed_versions, versions
 from deltanox.train._vocabulary import Vocabulary
 
 # The Markov model counts this much text, in 24 times the memory.
@@ -102,22 +112,66 @@ def train(
 
     **Returns**: a `Result`.
 
-    **Raises**: `ValueError` for what does not fit together (text, tokenizer, config, checkpoint); `TrainingDiverged`.
+    A signal (Ctrl-C, SIGTERM) ends the run after its current step, which is saved.
+
+    **Raises**: `ValueError` for what does not fit together (text, tokenizer, config, checkpoint), and where another
+    process has the run open; `TrainingDiverged`; `TrainingStopped` after a signal; `OSError` with the path where the
+    run cannot be saved.
     """
-    checkpoint = None if resume is None else find_run(resume)
-    if checkpoint is not None:
-        changed = differences(checkpoint.record["config"], config_to_dict(config))
-        if changed:
-            raise ValueError(
-                f"checkpoint: `{checkpoint.folder}` was written with another config ({'; '.join(changed)}); resume "
-                "with the config it was written with, or start a new run"
-            )
-        text = text or checkpoint.record["data"]["text"]
+    check_trainable(config.precision)
+    say = unbreakable(say)
+    with contextlib.ExitStack() as stack:
+        checkpoint = None if resume is None else stack.enter_context(resumed_run(resume))
+        if checkpoint is not None:
+            _check_resumption(checkpoint, config, say)
+            text = text or checkpoint.record["data"]["text"]
+        return _train(
+            config, [expand_home(path) for path in text], checkpoint, name, make_model, sample, say, progress, stack
+        )
+
+
+def _check_resumption(checkpoint: Checkpoint, config: Config, say: Callable[[str], None]) -> None:
+    """Refuse another config than the run's, but for more steps after all of them were done; say what else changed."""
+    old, new = checkpoint.record["config"], config_to_dict(config)
+    was, now, step = old["train"]["steps"], config.train.steps, checkpoint.record["step"]
+    if step == was < now:
+        old = old | {"train": old["train"] | {"steps": now}}
+    if changed := differences(old, new):
+        longer = "; a run can be made longer once all its steps are done" if step < was < now else ""
+        raise ValueError(
+            f"checkpoint: `{checkpoint.folder}` was written with another config ({'; '.join(changed)}); resume "
+            f"with the config it was written with, or start a new run{longer}"
+        )
+    if step == was == now:
+        say(f"all {was} steps of the run are done; to train it longer, add --set train.steps={2 * was}, or more")
+    elif step == was:
+        say(
+            f"all {was} steps of the run are done; it is trained to step {now}, with the learning rates that a run of "
+            f"{now} steps has there"
+        )
+    if other := changed_versions(checkpoint.record):
+        say(other)
+
+
+def _train(
+    config: Config,
+    text: Sequence[Path],
+    checkpoint: Checkpoint | None,
+    name: str,
+    make_model: Callable[[Config, jax.Array], Any],
+    sample: Callable[[Any, Config, Vocabulary, jax.Array], str] | None,
+    say: Callable[[str], None],
+    progress: bool,
+    stack: contextlib.ExitStack,
+) -> Result:
+    """`train`, with the lock of the run's folder in `stack`."""
     vocabulary = run_vocabulary(config, checkpoint)
     training, validation, text_hash, used = _read(config, text, checkpoint)
     say(used)
-    directory = new_directory(config, name) if checkpoint is None else checkpoint.folder.parent.parent
-    directory.mkdir(parents=True, exist_ok=True)
+    if checkpoint is None:
+        directory = stack.enter_context(new_run(config, name))
+    else:
+        directory = checkpoint.folder.parent.parent
 
     baselines = {
         "gzip -9": gzip_bits_per_byte(validation),
@@ -143,7 +197,9 @@ def train(
         f"{len(held_out.sizes)}; {config.train.steps} steps are {config.train.steps / epoch_steps:.2f} epochs; "
         f"{directory}"
     )
-    record: dict[str, Any] = {"config": config_to_dict(config)}
+    record: dict[str, Any] = {"config": config_to_dict(config), "versions": versions()}
+    if (run := identify(directory, checkpoint)) is not None:
+        record["run"] = run
     in_data: dict[str, Any] = {"fingerprint": text_hash, "text": [str(Path(path).resolve()) for path in text]}
     if vocabulary.text is not None:
         in_data["tokenizer"] = {"sha256": vocabulary.sha256, "end": vocabulary.end}
@@ -151,13 +207,19 @@ def train(
         record["frozen"] = checkpoint.record["frozen"]
 
     def save(step: int) -> None:
-        save_checkpoint(
-            directory / "checkpoints",
-            state._replace(frozen=None),
-            step,
-            record | {"data": {"position": list(position), **in_data}},
-            keep=config.train.keep_checkpoints,
-        )
+        try:
+            save_checkpoint(
+                directory / CHECKPOINTS,
+                state._replace(frozen=None),
+                step,
+                record | {"data": {"position": list(position), **in_data}},
+                keep=config.train.keep_checkpoints,
+                finite=True,
+            )
+        except NonFinite as error:
+            if step == 0:
+                raise ValueError(f"model: {error}; start from finite parameters") from None
+            raise diverged(str(error), step, directory) from None
 
     if checkpoint is None:
         vocabulary.keep(directory / TOKENIZER)
@@ -178,55 +240,73 @@ def train(
     most = config.train.steps_per_call
     step_function = repeat_step(step_function, most)
     batches, _ = _next(data, position, config.train.accumulation, 1, most)
+    say("compiling the step: seconds for a small model, minutes for a large one")
     start = time.perf_counter()
     step_function = jax.jit(step_function, donate_argnums=0).lower(state, batches, np.int32(1)).compile()
     say(f"compiled the step in {time.perf_counter() - start:.1f} s")
     evaluate = jax.jit(make_evaluation(static, config.precision))
 
-    log = Log(directory / "log.jsonl", step=first_step)
-    bar = tqdm(total=config.train.steps, initial=first_step, unit="step", disable=not progress, dynamic_ncols=True)
+    log = Log(directory / LOG, step=first_step, say=say)
+    bar = progress_bar(config.train.steps, first_step, progress)
     report = Report(log, bar, batches.tokens[0].size, directory)
-    step = first_step
+    step = saved = first_step
+
+    def validate(stop: StopRequest) -> None:
+        bar.set_postfix_str("validating")
+        bits = _evaluate(evaluate, state, config, held_out, stop, limit=config.train.validation_batches)
+        if bits is not None:
+            log.write(step=step, validation_bits_per_byte=_finite(bits, step, directory))
+        report.restart()
+
     try:
-        while step < config.train.steps:
-            count = _count(config, step)
-            batches, next_position = _next(data, position, config.train.accumulation, count, most)
-            state, metrics = step_function(state, batches, np.int32(count))
-            position, step = next_position, step + count
-            report.push(step, count, metrics)
-            last = step == config.train.steps
-            every = config.train.checkpoint_every
-            if last or (every and step % every == 0):
-                report.drain()
+        with stop_requests() as stop:
+            if _owes_validation(config, log, step):
+                validate(stop)
+            while step < config.train.steps and not stop:
+                count = _count(config, step)
+                batches, next_position = _next(data, position, config.train.accumulation, count, most)
+                state, metrics = step_function(state, batches, np.int32(count))
+                position, step = next_position, step + count
+                report.push(step, count, metrics)
+                if step == config.train.steps or _due(config.train.checkpoint_every, step):
+                    report.drain()
+                    save(step)
+                    saved = step
+                if step < config.train.steps and _due(config.train.validate_every, step):
+                    report.drain()
+                    validate(stop)
+            report.drain()
+            if step != saved:
                 save(step)
-            every = config.train.validate_every
-            if every and step % every == 0 and not last:
-                report.drain()
-                bits = _evaluate(evaluate, state, config, held_out, limit=config.train.validation_batches)
-                log.write(step=step, validation_bits_per_byte=bits)
-                report.restart()
-        bar.close()
-        start = time.perf_counter()
-        bits = _evaluate(evaluate, state, config, held_out)
-        first = {}
-        if config.train.validate_every:  # the measure of the short validations, so that they have an end
-            few = _evaluate(evaluate, state, config, held_out, limit=config.train.validation_batches)
-            first = {"first_batches_bits_per_byte": few}
-        log.write(step=config.train.steps, validation_bits_per_byte=bits, baselines=baselines, **first)
+            bar.close()
+            bits = None if stop else _validate_all(evaluate, state, config, held_out, stop, say)
+            first = {}
+            if bits is not None and config.train.validate_every:
+                # the measure of the short validations, so that they have an end
+                few = _evaluate(evaluate, state, config, held_out, stop, limit=config.train.validation_batches)
+                bits = None if few is None else bits
+                first = {"first_batches_bits_per_byte": few}
+            if bits is None:
+                raise _stopped(stop, step, config, directory)
+            bits = _finite(bits, step, directory)
+            last = dict(step=step, validation_bits_per_byte=bits, baselines=baselines, **first)
+            if last not in log.records:  # of a run that was resumed at its end
+                log.write(**last)
         say(
             f"validation, bits per byte: model {bits:.4f}, Markov model of order 2 {baselines['Markov, order 2']:.4f}, "
             f"gzip -9 {baselines['gzip -9']:.4f} file by file, {archives[0]:.4f} in one archive, xz -9 in one archive "
-            f"{archives[1]:.4f} ({time.perf_counter() - start:.1f} s)"
+            f"{archives[1]:.4f}"
         )
-    except KeyboardInterrupt:
+    except TrainingStopped:
+        raise
+    except (KeyboardInterrupt, OSError):
         bar.close()
-        say(f"stopped; go on from the newest checkpoint with: deltanox train --resume {directory}")
+        say(f"stopped; go on from the newest checkpoint with: {_resume_command(directory)}")
         raise
     finally:
         bar.close()
         log.close()
-        marks = {("gzip -9, file by file" if name == "gzip -9" else name): bits for name, bits in baselines.items()}
-        plot_losses(read_log(directory / "log.jsonl"), marks, directory / "loss.png")
+        _draw(directory, baselines, say)
     model = merge_lora(config.precision.cast_compute(eqx.combine(state.arrays, static)))
     if sample is not None and config.train.sample_tokens:
         say(sample(model, config, vocabulary, state.key))
@@ -296,15 +376,83 @@ def _next(data: TrainingData, position: DataPosition, parts: int, count: int, mo
     return jax.tree.map(lambda *x: np.stack(x).reshape(most, parts, *x[0].shape), *batches), position
 
 
-def _evaluate(evaluate: Callable, state: TrainState, config: Config, corpus: Corpus, limit: int | None = None) -> float:
-    """Bits per byte of the first `limit` batches of validation text, or of all."""
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _owes_validation(config: Config, log: Log, step: int) -> bool:
+    """Whether the validation of the step that a run goes on from is missing: it was stopped before or in it."""
+    due = 0 < step < config.train.steps and _due(config.train.validate_every, step)
+    return due and not any(r["step"] == step and "validation_bits_per_byte" in r for r in log.records)
+
+
+def _evaluate(
+    evaluate: Callable, state: TrainState, config: Config, corpus: Corpus, stop: StopRequest, limit: int | None = None
+) -> float | None:
+    """Bits per byte of the first `limit` batches of validation text, or of all; None after a request to stop."""
     nats, tokens, in_bytes = 0.0, 0, 0
     batches = validation_batches(corpus, config.data.row_length, config.data.batch_size)
     for batch in itertools.islice(batches, limit):
-        sums = jax.device_get(evaluate(state.arrays, batch))
+        if stop:
+            return None
+        sums = evaluate(state.arrays, batch)
+        wait_for(sums)
+        sums = jax.device_get(sums)
         nats, tokens, in_bytes = nats + float(sums.nats), tokens + int(sums.tokens), in_bytes + int(sums.bytes)
     size = tokens * corpus.num_bytes / corpus.num_tokens if config.data.tokenizer else in_bytes
     return nats / math.log(2) / size
+
+
+def _validate_all(
+    evaluate: Callable,
+    state: TrainState,
+    config: Config,
+    corpus: Corpus,
+    stop: StopRequest,
+    say: Callable[[str], None],
+) -> float | None:
+    """Bits per byte of the whole validation text, with a notice before and after; None after a request to stop."""
+    say(f"validating on all {corpus.num_bytes:,} bytes of validation text")
+    start = time.perf_counter()
+    bits = _evaluate(evaluate, state, config, corpus, stop)
+    if bits is not None:
+        say(f"validated in {time.perf_counter() - start:.1f} s")
+    return bits
+
+
+def _finite(bits: float, step: int, directory: Path) -> float:
+    if not math.isfinite(bits):
+        raise diverged(f"bits per byte of the validation text are {bits}", step, directory)
+    return bits
+
+
+def _resume_command(directory: Path) -> str:
+    return f"deltanox train --resume {shlex.quote(str(directory))}"
+
+
+def _stopped(stop: StopRequest, step: int, config: Config, directory: Path) -> TrainingStopped:
+    assert stop.signal is not None
+    left = (
+        "its final validation is left" if step == config.train.steps else f"{config.train.steps - step} steps are left"
+    )
+    return TrainingStopped(
+        f"stopped at step {step}, which is saved; {left}; go on with: {_resume_command(directory)}", stop.signal
+    )
+
+
+def _draw(directory: Path, baselines: dict[str, float], say: Callable[[str], None]) -> None:
+    """The picture of the log. Without it a run is as good: what goes wrong here is said, and no more."""
+    writing = beside(directory / PICTURE)
+    try:
+        marks = {("gzip -9, file by file" if name == "gzip -9" else name): bits for name, bits in baselines.items()}
+        plot_losses(read_log(directory / LOG), marks, writing)
+        writing.replace(directory / PICTURE)
+    except Exception as error:
+        reason = sentence(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        say(f"no picture of the losses was drawn: {reason}")
+    finally:
+        with contextlib.suppress(OSError):
+            writing.unlink(missing_ok=True)
 
 
 def _balance_loss(stats: Any) -> jax.Array:

@@ -4,6 +4,8 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from deltanox.train._settings import OptimiserConfig
@@ -53,7 +55,16 @@ def make_optimiser(config: OptimiserConfig, steps: int, parameters: Any) -> opta
     """Clipping by the global norm, then AdamW. `parameters` is the tree of arrays that will be updated.
 
     The moments have the dtype of the parameters.
+
+    **Raises**: `ValueError` where `epsilon` is 0 in that dtype, as 1e-8 is in float16: updates would divide by zero.
     """
+    dtypes = {x.dtype for x in jax.tree.leaves(parameters) if hasattr(x, "dtype")}
+    for dtype in (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)):
+        if np.asarray(config.epsilon).astype(dtype) == 0:
+            raise ValueError(
+                f"optimiser.epsilon must be above 0 in the dtype of the parameters, but {config.epsilon} is 0 in "
+                f"{dtype.name}: store the parameters in float32 or bfloat16, or give a larger one"
+            )
     adamw = optax.adamw(
         learning_rate_schedule(config, steps),
         b1=config.beta1,

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from deltanox.train._checkpoint import find_checkpoint
 from deltanox.train._log import Log
+from deltanox.train._signals import wait_for
 from deltanox.train._step import Metrics
 
 # Calls whose metrics may be on their way while the next ones are dispatched. A bound is needed: without one the
@@ -18,7 +19,7 @@ _LAG = 2
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss or the gradient is not a finite number; the message says at which step and what is left."""
+    """The loss, the gradient or what would be saved is not finite; the message says at which step and what is left."""
 
 
 class Report:
@@ -45,6 +46,7 @@ class Report:
 
     def _read(self) -> None:
         last, count, metrics = self.pending.popleft()
+        wait_for(metrics)
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         rate = count * self.tokens / max(now - self.time, 1e-9)
@@ -59,10 +61,19 @@ class Report:
         self.bar.update()
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(values[name]):
-                left = find_checkpoint(self.directory)
-                raise TrainingDiverged(
-                    f"{name.replace('_', ' ')} is {values[name]} at step {step}; the run stops, and the last good "
-                    f"checkpoint is `{left.folder}` (step {left.record['step']}): resume from it is exact and "
-                    "would end here again, so start a run with a lower optimiser.learning_rate, a longer warm-up or a "
-                    "smaller optimiser.clip_norm"
-                )
+                raise diverged(f"{name.replace('_', ' ')} is {values[name]}", step, self.directory)
+
+
+def diverged(what: str, step: int, directory: Path) -> TrainingDiverged:
+    """The error of a run whose numbers are no longer finite at `step`."""
+    left = find_checkpoint(directory)
+    remedy = "a lower optimiser.learning_rate, a longer warm-up or a smaller optimiser.clip_norm"
+    if left.record["step"] >= step:
+        return TrainingDiverged(
+            f"{what} at step {step}; its checkpoint `{left.folder}` is of finite numbers, but of no use: start a run "
+            f"with {remedy}"
+        )
+    return TrainingDiverged(
+        f"{what} at step {step}; the run stops, and the last good checkpoint is `{left.folder}` (step "
+        f"{left.record['step']}): resume from it is exact and would end here again, so start a run with {remedy}"
+    )

@@ -15,6 +15,18 @@ from deltanox.train._vocabulary import VOCABULARY_SIZE
 Family = typing.Literal["qwen3_5", "qwen3_next"]
 
 
+def check_trainable(precision: Precision) -> None:
+    """**Raises**: `ValueError` for dtypes that a model cannot be trained in, on this machine or at all."""
+    for name in ("parameter", "compute", "state"):
+        if getattr(precision, name).name == "float16":
+            raise ValueError(
+                f"config: precision.{name} must be float32, bfloat16 or float64 for training, but it is float16: "
+                "gradients and AdamW's second moments fall below its smallest number, and there is no loss scale; "
+                "give bfloat16"
+            )
+    precision.require_available()
+
+
 def _check(section: str, values: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
     for name, (holds, rule) in rules.items():
         if not holds:
