@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int, PRNGKeyArray
 
 from ..models import HybridLM, HybridState
 from ..nn import KVCache
-from ..ops._validate import describe, require
+from ..ops._validate import describe, require, require_record, require_size
 from ._sampling import Sampler
 
 
@@ -58,12 +58,22 @@ def check_request(
     model: HybridLM, prompt, mask, max_new_tokens, capacity, sampler, stop_tokens, state, drafts, key
 ) -> Request:  # fmt: skip
     """The arguments of `stream` as a `Request`. **Raises:** `ValueError`."""
-    prompt = np.asarray(prompt)
+    require_record("stream", "sampler", sampler, Sampler, remedy="pass deltanox.generate.Sampler(temperature=...)")
+    if state is not None:
+        require_record("stream", "state", state, HybridState, remedy="take it from `prefill` or `load_state`")
+    max_new_tokens = require_size("stream", "max_new_tokens", max_new_tokens)
+    drafts = require_size("stream", "drafts", drafts, least=0)
+    capacity = None if capacity is None else require_size("stream", "capacity", capacity)
+    try:
+        prompt = np.asarray(prompt)
+    except ValueError:  # rows of different lengths
+        raise ValueError(
+            "stream: the rows of `prompt` must have one length: make them so with `pad_prompts`, and pass its mask"
+        ) from None
     require(
         prompt.ndim in (1, 2) and prompt.size > 0 and np.issubdtype(prompt.dtype, np.integer),
         f"stream: `prompt` must hold integers [T] or [B T], at least one token a row, but it is {describe(prompt)}",
     )
-    require(max_new_tokens >= 1, f"stream: `max_new_tokens` must be at least 1, but it is {max_new_tokens}")
     if mask is not None:
         mask = np.asarray(mask)
         require(
@@ -85,7 +95,6 @@ def check_request(
     batched = prompt.ndim == 2
     tokens = (prompt if batched else prompt[None]).astype(np.int32)
     used = 0 if state is None else _slots_in_use(model, state, len(tokens))
-    require(drafts >= 0, f"stream: `drafts` must be 0 or more tokens a step, but it is {drafts}")
     require(
         drafts == 0 or model.mtp is not None,
         f"stream: `drafts` = {drafts} needs a model with a multi-token prediction head, and this one has none: leave "
@@ -127,4 +136,10 @@ def _slots_in_use(model: HybridLM, state: HybridState, rows: int) -> int:
         f"stream: `state` must be one of this model, with the batch of {rows} rows in front: take it from `prefill` "
         "with the same model (unstacked or not) and as many rows",
     )
-    return max((int(jnp.max(x.length)) for x in state.blocks if isinstance(x, KVCache)), default=0)
+    return slots_in_use(state)
+
+
+def slots_in_use(state: HybridState) -> int:
+    """Slots of the attention caches that are filled, the most of all rows; 0 under `jit`, where that is not known."""
+    lengths = [x.length for x in state.blocks if isinstance(x, KVCache) and not isinstance(x.length, jax.core.Tracer)]  # pyright: ignore[reportAttributeAccessIssue]
+    return max((int(jnp.max(x)) for x in lengths), default=0)

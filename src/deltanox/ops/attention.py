@@ -12,7 +12,7 @@ from ._derivatives import once_differentiable
 from ._dtypes import accumulator
 from ._manual import alike, constants
 from ._segments import boundaries
-from ._validate import require, require_array, shapes
+from ._validate import require, require_array, require_number, require_size, require_tokens, shapes
 
 NEVER = -1
 """Segment of padding: seen by nothing, and seeing nothing."""
@@ -37,6 +37,7 @@ def attention_segments(segment_ids: Int[Array, "*B T"] | None, mask: Array | Non
     """
     if segment_ids is None and mask is None:
         return None
+    require_tokens("attention_segments", segment_ids=segment_ids, mask=mask)
     starts = boundaries(segment_ids, mask)
     number = jnp.zeros((), jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=-1)
     return number if mask is None else jnp.where(mask, number, NEVER)
@@ -80,6 +81,7 @@ def causal_attention(
     Source: arXiv:1706.03762; grouped heads arXiv:2305.13245; blocks arXiv:2205.14135.
     """
     _check(q, k, v, offset, query_segments, key_segments, block_size)
+    scale = None if scale is None else require_number("causal_attention", "scale", scale)
     *batch, T, n, hd = q.shape
     S, m = k.shape[-3:-1]
     if scale is None:
@@ -104,6 +106,8 @@ def causal_attention(
 
 def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
     op = "causal_attention"
+    if not hasattr(offset, "dtype"):
+        require_size(op, "offset", offset, least=0)
     for name, x, axes in (("q", q, "*B T n hd"), ("k", k, "*B S m hd"), ("v", v, "*B S m vd")):
         require_array(op, name, x, axes)
     received = shapes(q=q, k=k, v=v)
@@ -144,10 +148,8 @@ def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
             query_segments.shape == q.shape[:-2] and key_segments.shape == k.shape[:-2],
             f"{op}: `query_segments` must be [*B T] of q and `key_segments` [*B S] of k, but received {received}",
         )
-    require(
-        block_size is None or block_size >= 0,
-        f"{op}: `block_size` must be None, 0 (no blocks) or positive, but it is {block_size}",
-    )
+    if block_size is not None:
+        require_size(op, "block_size", block_size, least=0)  # 0: no blocks
 
 
 def _visible(t, s, offset, query_segments, key_segments):

@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ._derivatives import once_differentiable
+from ._dtypes import inverse_root
 from ._kernels import on_engine
 from ._manual import alike, result
 from ._product import dot, weight_gradient
@@ -40,7 +41,7 @@ class Options(NamedTuple):
 
 def formula(x: Float[Array, "*B V"], z: Float[Array, "*B V"], weight: Float[Array, "... V"], *, eps: float, gate: str):
     """y, in the dtype of its arrays, whose axes broadcast."""
-    root = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.asarray(eps, x.dtype))
+    root = inverse_root(jnp.mean(jnp.square(x), axis=-1, keepdims=True), eps)
     act = jax.nn.sigmoid(z)
     if gate == "silu":
         act = z * act
@@ -75,7 +76,7 @@ def _backward_kernel(
     for start in range(0, x_ref.shape[1], size):
         head = slice(start, start + size)
         x, z, dy = (ref[:, head].astype(jnp.float32) for ref in (x_ref, z_ref, dy_ref))
-        root = jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps)
+        root = inverse_root(jnp.mean(x * x, axis=1, keepdims=True), eps)
         sigmoid = jax.nn.sigmoid(z)
         act, slope = sigmoid, sigmoid * (1 - sigmoid)
         if gate == "silu":

@@ -11,7 +11,7 @@ from .._dtypes import accumulator
 from .._manual import alike
 from .._segments import boundaries
 from .chunked import Options, chunked
-from .inputs import check_options, check_shapes
+from .inputs import check_numbers, check_options, check_shapes
 from .reference import l2norm, reference, step
 from .residuals import Residuals
 from .tpu import Inputs, unsupported
@@ -142,6 +142,10 @@ def apply(
     )
     inputs, state = alike((inputs, flat(initial_state.astype(accumulate), 3)))
     factor = key_size**-0.5 if scale is None else float(scale)
+    # q's gradient divides by the factor: one of no ordinary size is multiplied to the output instead
+    ordinary = 2.0**-60 <= abs(factor) <= 2.0**60
+    factor, outer = (factor, None) if ordinary else (1.0, factor)
+    l2norm_eps = None if l2norm_eps is None else float(l2norm_eps)
     if precision is None:
         precision = "highest" if dtype in (jnp.float32, jnp.float64) else "default"
     options = Options(
@@ -158,6 +162,8 @@ def apply(
     else:
         values: Any = rule(choose(op, implementation, inputs, options, value_size), inputs, state)
         out, state = values
+    if outer is not None:
+        out = (out.astype(accumulate) * jnp.asarray(outer, accumulate)).astype(out.dtype)
     return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
 
 
@@ -190,6 +196,7 @@ def gated_delta_step(
     Raises: ValueError as `gated_delta_rule`.
     """
     check_shapes("gated_delta_step", q, k, v, g, beta, initial_state, axis_t="")
+    check_numbers("gated_delta_step", scale=scale, l2norm_eps=l2norm_eps)
     lead, key_size, heads, value_size = q.shape[:-2], q.shape[-1], *v.shape[-2:]
     accumulate = accumulator(v.dtype)
     g = jnp.zeros(beta.shape, accumulate) if g is None else g
