@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
-from ..ops._validate import is_number, require
+from ..ops._validate import is_number, require, require_kind
 
 NO_TOKEN = -1
 """What a row of a batch yields after its stop token."""
@@ -32,15 +32,15 @@ class Sampler:
     def __post_init__(self):
         temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
         require(
-            is_number(temperature) and temperature >= 0,
+            is_number(temperature) and bool(temperature >= 0),
             f"Sampler: `temperature` must be a finite number of at least 0, but it is {temperature!r}",
         )
         require(
-            top_k is None or (is_number(top_k) and top_k == int(top_k) and top_k >= 1),
+            top_k is None or (is_number(top_k) and bool(top_k == int(top_k) and top_k >= 1)),
             f"Sampler: `top_k` must be an integer of at least 1, or None for all tokens, but it is {top_k!r}",
         )
         require(
-            is_number(top_p) and 0 < top_p <= 1,
+            is_number(top_p) and bool(0 < top_p <= 1),
             f"Sampler: `top_p` must be above 0 and at most 1, but it is {top_p!r}",
         )
         object.__setattr__(self, "temperature", float(self.temperature))
@@ -63,6 +63,7 @@ def sample(logits: Float[Array, "*B N"], sampler: Sampler, *, key: PRNGKeyArray 
 
     **Raises:** `ValueError` if a key is missing, or `top_k` is above the vocabulary.
     """
+    require_kind("sample", "logits", logits, "*B N")
     rows = logits.reshape(-1, logits.shape[-1])
     if sampler.temperature > 0 and key is None:
         raise ValueError(

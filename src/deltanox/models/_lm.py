@@ -256,6 +256,7 @@ class HybridLM(eqx.Module):
                 "HybridLM.mtp_logits: the model has no head for one token further: make it with a config whose "
                 "`mtp_head` is true, or load a checkpoint that has `mtp.*` tensors"
             )
+        require_kind("HybridLM.mtp_logits", "hidden", hidden, "T D")
         require_kind("HybridLM.mtp_logits", "next_tokens", next_tokens, "T", kind="integer")
         y, state = self.mtp(
             self.embed(next_tokens, mask), hidden, state, segment_ids=segment_ids, mask=mask, positions=positions

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..ops._dtypes import accumulator
-from ..ops._validate import describe, require, require_arrays, require_kind, require_number, require_size
+from ..ops._validate import describe, require, require_array, require_kind, require_number, require_size
 
 
 class RotaryEmbedding(eqx.Module):
@@ -58,7 +58,7 @@ class RotaryEmbedding(eqx.Module):
 
         **Raises:** `ValueError` for any other shape or for positions that aren't integers.
         """
-        require_arrays("RotaryEmbedding", positions=positions)
+        require_array("RotaryEmbedding", "positions", positions, "*3 T", kind="integer")
         require(
             positions.ndim == 1 or (positions.ndim == 2 and positions.shape[0] == 3),
             "RotaryEmbedding: `positions` must be [T] or [3, T] (time, height, width), but it is "
@@ -70,11 +70,6 @@ class RotaryEmbedding(eqx.Module):
             f"RotaryEmbedding: `positions` is {describe(positions)}, three a token, but the layer has no sections for "
             "them: "
             "build it with sections=(11, 11, 10) or the like, or give positions [T]",
-        )
-        require(
-            jnp.issubdtype(positions.dtype, jnp.integer),
-            f"RotaryEmbedding: `positions` must be integers, but it is {describe(positions)}: cast it with "
-            ".astype(jnp.int32)",
         )
         half = self.size // 2
         # in float64, then rounded once: the angle at position 10^5 keeps the error of one float32 rounding

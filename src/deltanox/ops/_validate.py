@@ -28,14 +28,14 @@ def require(condition: bool, sentence: str) -> None:
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite real number, Python's or NumPy's (an int, a float or a scalar; not a bool)."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(math.isfinite(value))
 
 
 def require_number(op: str, name: str, value: Any, *, least: float = -math.inf) -> float:
     """`value` as a float; ValueError unless it is a finite number of at least `least`."""
     bound = "" if least == -math.inf else f" of at least {least:g}"
     require(
-        is_number(value) and value >= least,
+        is_number(value) and bool(value >= least),
         f"{op}: `{name}` must be a finite number{bound}, but it is {describe_value(value)}: pass a Python or NumPy "
         "number, which is compiled in",
     )

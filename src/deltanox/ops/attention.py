@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from .._types import Number
 from ._derivatives import once_differentiable
 from ._dtypes import accumulator
 from ._manual import alike, constants
@@ -51,7 +52,7 @@ def causal_attention(
     offset: int | Int[Array, ""] = 0,
     query_segments: Int[Array, "*B T"] | None = None,
     key_segments: Int[Array, "*B S"] | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     block_size: int | None = None,
 ) -> Float[Array, "*B T n vd"]:
     """out_t = Σ_s softmax_s(scale · q_t·k_s) v_s over the keys s ≤ t + offset of t's segment.

@@ -62,7 +62,7 @@ def decay_and_beta(
     return g, beta.astype(accumulate)
 
 
-def _log_decay(rate: Float[Array, "*B H"], x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+def _log_decay(rate: Float[Array, "... H"], x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
     """−exp(rate) · softplus(x). Where a factor leaves the range of float32 but the product need not, the sum of the
     logarithms is exponentiated instead."""
     large, small = rate > 80, x < -60

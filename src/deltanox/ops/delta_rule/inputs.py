@@ -109,7 +109,7 @@ def check_numbers(op: str, *, scale, l2norm_eps) -> None:
     if scale is not None:
         size = abs(require_number(op, "scale", scale))
         require(
-            size <= np.finfo(np.float32).max,
+            size <= float(np.finfo(np.float32).max),
             f"{op}: `scale` must be a finite number in float32, but it is {scale!r}: scale `v` or the output instead",
         )
     if l2norm_eps is not None:
@@ -131,8 +131,8 @@ def check_inputs(
 
     Arguments: as in `gated_delta_rule`.
 
-    Raises: ValueError, naming the argument, where one holds NaN or infinity at a real token (of `g`, minus infinity is
-        allowed: it is a reset; packed documents that share a chunk share such a value too), where `g` is above zero (a linear
+    Raises: ValueError, naming the argument, where one holds NaN or infinity at a real token (minus infinity in `g` is a
+        reset and allowed; a NaN reaches the other documents of its chunk too), where `g` is above zero (a linear
     decay exp(g) passed
         for its logarithm), `beta` outside [0, 2], a mask leaves a row without a token or cuts a hole into a segment;
         for shapes as the op does;

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..._types import Implementation, Mask, Precision, SegmentIds, State
+from ..._types import Implementation, Mask, Number, Precision, SegmentIds, State
 from .._dtypes import accumulator
 from .._manual import alike
 from .._segments import boundaries
@@ -28,9 +28,9 @@ def gated_delta_rule(
     initial_state: State | None = None,
     segment_ids: SegmentIds | None = None,
     mask: Mask | None = None,
-    scale: float | int | None = None,
+    scale: Number | None = None,
     use_qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
+    l2norm_eps: Number = 1e-6,
     chunk_size: int = 64,
     implementation: Implementation = "auto",
     precision: Precision | None = None,
@@ -185,9 +185,9 @@ def gated_delta_step(
     beta: Float[Array, "*B H"],
     *,
     initial_state: State | None = None,
-    scale: float | int | None = None,
+    scale: Number | None = None,
     use_qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
+    l2norm_eps: Number = 1e-6,
 ) -> tuple[Float[Array, "*B H V"], State]:
     """One token of `gated_delta_rule`, for decoding: the same arguments without T; every derivative exists.
 
