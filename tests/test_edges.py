@@ -161,7 +161,7 @@ def test_samplers_without_a_meaning(options, unchecked):
 def test_infinities_are_found_by_check_inputs():
     q, k, v, g, beta = draw()
     for name, wrong in {"q": (q.at[1].set(jnp.inf), k, v), "v": (q, k, v.at[2].set(-jnp.inf))}.items():
-        with pytest.raises(ValueError, match=f"`{name}` must be finite"):
+        with pytest.raises(ValueError, match=f"`{name}` must be free of NaN and infinity"):
             check_inputs(*wrong, g, beta)
     check_inputs(q, k, v, g.at[1].set(-jnp.inf), beta)
 

@@ -58,7 +58,10 @@ def ids(*shape):
 
 @functools.cache
 def layers():
-    key = KEY
+    return eqx.filter_jit(make)(KEY)  # one compilation for all
+
+
+def make(key):
     return dict(
         net=GatedDeltaNet(8, num_key_heads=1, num_value_heads=2, key_head_size=4, value_head_size=4, key=key),
         attention=GatedAttention(8, num_heads=2, num_kv_heads=1, head_size=4, rotary_size=2, key=key),
@@ -69,7 +72,7 @@ def layers():
         norm=RMSNorm(8),
         gated=GatedRMSNorm(8),
         rotary=RotaryEmbedding(4),
-        model=eqx.filter_jit(qwen3_5)(CONFIG, key=key),
+        model=qwen3_5(CONFIG, key=key),
     )
 
 

@@ -160,7 +160,7 @@ def check_inputs(
             bad = (np.isnan(wide(x)) if name == "g" else ~np.isfinite(wide(x))) & real.reshape(
                 *real.shape, *[1] * (x.ndim - real.ndim)
             )
-            must = "be free of NaN at real tokens" if name == "g" else "be finite (no NaN, no infinity) at real tokens"
+            must = "be free of NaN at real tokens" if name == "g" else "be free of NaN and infinity at real tokens"
             forbid(name, bad, must, "look at what made it, or mask the padding")
     if initial_state is not None:
         forbid("initial_state", ~np.isfinite(wide(initial_state)), "be finite", "look at what made it")
