@@ -33,6 +33,23 @@ def draw(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 50, shape), jnp.int32)
 
 
+def test_more_prompts_than_there_is_room_for(model):
+    """Going on from a state with too little room is refused, and inside jit no later call hides the lost tokens."""
+    _, state = prefill(model, draw(0, 1, 6), capacity=8)
+    with pytest.raises(ValueError, match="`capacity` must be at least 6 . 4 = 10"):
+        prefill(model, draw(1, 1, 4), capacity=9, state=state)
+
+    @eqx.filter_jit
+    def inside(state):
+        state = prefill(model, draw(1, 1, 4), capacity=9, state=state)[1]
+        return prefill(model, draw(2, 1, 2), capacity=64, state=state)
+
+    logits, lost = inside(state)
+    assert np.isnan(logits).all()
+    with pytest.raises(ValueError, match="prefill again"):
+        prefill(model, draw(1, 1, 4), capacity=64, state=lost)
+
+
 def walk(model, state, tokens):
     """Decode tokens [B T]: logits and states after each."""
     found = []

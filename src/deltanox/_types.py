@@ -20,6 +20,7 @@ Log-decays `g` are natural logarithms (≤ 0, no unit); `beta` is a rate in [0, 
 
 from typing import Literal
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Implementation = Literal["auto", "xla", "chunked", "reference", "pallas"]
@@ -27,6 +28,9 @@ Implementation = Literal["auto", "xla", "chunked", "reference", "pallas"]
 
 Precision = Literal["default", "high", "highest"]
 """Precision of the matrix products: one, three or all passes in the multiplier of the platform."""
+
+Number = float | int | np.number
+"""A number that is compiled into an op, of Python or of NumPy."""
 
 SegmentIds = Int[Array, "*B T"]
 Mask = Bool[Array, "*B T"]

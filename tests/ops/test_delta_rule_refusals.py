@@ -52,7 +52,7 @@ def good(**changes):
         (dict(state_dtype=jnp.int32), r"`state_dtype` must be a float dtype"),
         (dict(state_dtype="float33"), r"`state_dtype` must be a float dtype"),
         (dict(residuals=8), r"`residuals` must be a deltanox.ops.Residuals, but it is a int"),
-        (dict(scale=jnp.ones(())), r"`scale` must be a Python number"),
+        (dict(scale=jnp.ones(())), r"`scale` must be a finite number"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(changes, text):

@@ -184,4 +184,10 @@ def _slots_in_use(model: HybridLM, state: HybridState, rows: int) -> int:
         f"stream: `state` must be one of this model, with the batch of {rows} rows in front: take it from `prefill` "
         "with the same model (unstacked or not) and as many rows",
     )
-    return max((int(jnp.max(x.length)) for x in state.blocks if isinstance(x, KVCache)), default=0)
+    return slots_in_use(state)
+
+
+def slots_in_use(state: HybridState) -> int:
+    """Slots of the attention caches that are filled, the most of all rows; 0 under `jit`, where that is not known."""
+    lengths = [x.length for x in state.blocks if isinstance(x, KVCache) and not isinstance(x.length, jax.core.Tracer)]  # pyright: ignore[reportAttributeAccessIssue]
+    return max((int(jnp.max(x)) for x in lengths), default=0)

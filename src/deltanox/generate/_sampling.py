@@ -6,14 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
-from ..ops._validate import require
+from ..ops._validate import is_number, require, require_kind
 
 NO_TOKEN = -1
 """What a row of a batch yields after its stop token."""
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +32,20 @@ class Sampler:
     def __post_init__(self):
         temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
         require(
-            _is_number(temperature) and 0 <= temperature < float("inf"),
-            f"Sampler: `temperature` must be a number of at least 0, but it is {temperature!r}",
+            is_number(temperature) and bool(temperature >= 0),
+            f"Sampler: `temperature` must be a finite number of at least 0, but it is {temperature!r}",
         )
         require(
-            top_k is None or (_is_number(top_k) and top_k % 1 == 0 and top_k >= 1),
+            top_k is None or (is_number(top_k) and bool(top_k == int(top_k) and top_k >= 1)),
             f"Sampler: `top_k` must be an integer of at least 1, or None for all tokens, but it is {top_k!r}",
         )
         require(
-            _is_number(top_p) and 0 < top_p <= 1,
+            is_number(top_p) and bool(0 < top_p <= 1),
             f"Sampler: `top_p` must be above 0 and at most 1, but it is {top_p!r}",
         )
         object.__setattr__(self, "top_k", None if top_k is None else int(top_k))
         object.__setattr__(self, "temperature", float(self.temperature))
+        object.__setattr__(self, "top_k", None if top_k is None else int(top_k))
         object.__setattr__(self, "top_p", float(self.top_p))
 
 
@@ -67,6 +64,7 @@ def sample(logits: Float[Array, "*B N"], sampler: Sampler, *, key: PRNGKeyArray 
 
     **Raises:** `ValueError` if a key is missing, or `top_k` is above the vocabulary.
     """
+    require_kind("sample", "logits", logits, "*B N")
     rows = logits.reshape(-1, logits.shape[-1])
     if sampler.temperature > 0 and key is None:
         raise ValueError(
@@ -81,9 +79,18 @@ def draw(rows: Float[Array, "R N"], sampler: Sampler, keys: Key[Array, "R"] | No
     if sampler.temperature == 0:
         token = jnp.argmax(rows, axis=-1).astype(jnp.int32)
     else:
-        kept = keep(rows / jnp.asarray(sampler.temperature, rows.dtype), sampler)
+        kept = keep(_divided(rows, sampler.temperature), sampler)
         token = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)  # pyright: ignore[reportArgumentType]
     return jnp.where(jnp.any(jnp.isnan(rows), axis=-1), NO_TOKEN, token)
+
+
+def _divided(rows: Float[Array, "R N"], temperature: float) -> Float[Array, "R N"]:
+    """The logits less their maximum, over the temperature: a small temperature makes -inf of all but the maximum, where
+    the plain quotient would overflow at the maximum too."""
+    least = float(jnp.finfo(rows.dtype).tiny)  # what is below is zero on most devices
+    peak = jnp.max(rows, axis=-1, keepdims=True)
+    # the difference of two infinities is NaN: the maximum is named
+    return jnp.where(rows == peak, 0, (rows - peak) / jnp.asarray(max(temperature, least), rows.dtype))
 
 
 def keep(logits: Float[Array, "*B N"], sampler: Sampler) -> Float[Array, "*B N"]:
@@ -102,7 +109,9 @@ def keep(logits: Float[Array, "*B N"], sampler: Sampler) -> Float[Array, "*B N"]
         probability = jax.nn.softmax(descending, axis=-1)
         # a token is needed if those before it don't reach p; the first always is
         before = jnp.cumsum(probability, axis=-1) - probability
-        needed = before < jnp.asarray(sampler.top_p, logits.dtype)
+        # (said of the first explicitly: a tiny p is zero in float32)
+        first = jax.lax.broadcasted_iota(jnp.int32, before.shape, before.ndim - 1) == 0
+        needed = first | (before < jnp.asarray(sampler.top_p, logits.dtype))
         least = jnp.min(jnp.where(needed, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, never, logits)
     return logits

@@ -8,8 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..models import HybridLM, HybridState
 from ..nn import KVCache
-from ..ops._validate import describe, require
-from ._request import Request
+from ..nn._cache import OVERFLOWED
+from ..ops._validate import describe, require, require_array, require_record, require_size, shapes
+from ._request import Request, slots_in_use
 from ._sampling import sample
 
 SMALLEST, LARGEST = 64, 2048
@@ -38,16 +39,32 @@ def prefill(
 
     **Returns:** `(logits, state)`: logits after each row's last real token, and the states, with the batch in front.
 
-    **Raises:** `ValueError` for a capacity below T, and tokens that are no integers [B T] or none at all.
+    **Raises:** `ValueError` for a capacity below the slots that `state` has in use and T together, for tokens that are
+    not integers [B T] and a mask of another shape. Inside `jit`, where the slots in use are not known, a state that
+    does not fit counts as overflowed: every later call's logits are NaN.
     """
-    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+    require_array("prefill", "tokens", tokens, "B T", kind="integer")
+    if mask is not None:
+        require_array("prefill", "mask", mask, "B T", kind="bool")
+        require(
+            mask.shape == tokens.shape,
+            f"prefill: `mask` must have the shape of `tokens`, but received {shapes(tokens=tokens, mask=mask)}",
+        )
+    T, capacity = tokens.shape[1], require_size("prefill", "capacity", capacity)
+    require(T >= 1, f"prefill: `tokens` must hold at least one token a row, but it is {describe(tokens)} [B T]")
+    used = 0
+    if state is not None:
+        require_record("prefill", "state", state, HybridState, remedy="take it from an earlier prefill or decode")
+        used = slots_in_use(state)
     require(
-        tokens.ndim == 2 and tokens.size > 0 and jnp.issubdtype(tokens.dtype, jnp.integer),
-        f"prefill: `tokens` must be integers [B, T], at least one token a row, but it is {describe(tokens)}: one "
-        "prompt is a batch of one row",
+        used < OVERFLOWED,
+        "prefill: `state` was fed more tokens than it has slots, and they are lost: prefill again from the start",
     )
-    T = tokens.shape[1]
-    require(capacity >= T, f"prefill: `capacity` must be at least the prompts' length, {T}, but it is {capacity}")
+    require(
+        capacity >= used + T,
+        f"prefill: `capacity` must be at least {used} + {T} = {used + T}, the slots that `state` has in use and the "
+        f"prompts' length, but it is {capacity}: raise it, and leave room for the tokens to come",
+    )
     return _prefill(model, *padded(tokens, mask), state, np.int32(T), capacity)
 
 

@@ -14,7 +14,15 @@ from ..nn import KVCache, RMSNorm, Stack
 from ..nn._linear import normal
 from ..ops._dtypes import accumulator
 from ..ops._embedding import embedding_rows
-from ..ops._validate import describe, require
+from ..ops._validate import (
+    describe,
+    require,
+    require_arrays,
+    require_kind,
+    require_record,
+    require_size,
+    require_tokens,
+)
 from ._block import HybridPeriod, HybridState
 from ._mtp import MTPHead
 
@@ -77,10 +85,8 @@ class HybridLM(eqx.Module):
 
         **Raises:** `ValueError` for sizes below 1.
         """
-        require(
-            vocab_size >= 1 and embed_size >= 1,
-            f"HybridLM: `vocab_size` and `embed_size` must be at least 1, but they are {vocab_size} and {embed_size}",
-        )
+        vocab_size = require_size("HybridLM", "vocab_size", vocab_size)
+        embed_size = require_size("HybridLM", "embed_size", embed_size)
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         self.embedding = normal((vocab_size, embed_size), dtype=dtype, key=embedding_key)
         self.layers = Stack(make_period, num_periods, remat=remat, unroll=unroll, key=layers_key)
@@ -103,8 +109,7 @@ class HybridLM(eqx.Module):
 
         **Raises:** `ValueError` for a capacity below 1.
         """
-        require(capacity >= 1, f"HybridLM.init_state: `capacity` must be at least 1 token, but it is {capacity}")
-        return self.layers.init_state(capacity)
+        return self.layers.init_state(require_size("HybridLM.init_state", "capacity", capacity))
 
     def unstack(self) -> "HybridLM":
         """The same model with every block's arrays by themselves, instead of stacked over the periods.
@@ -121,6 +126,7 @@ class HybridLM(eqx.Module):
 
     def embed(self, tokens: Int[Array, "T"], mask: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         """Rows of the embedding: zero at masked tokens, whatever their id, and NaN for an id outside the vocabulary."""
+        require_kind("HybridLM", "tokens", tokens, "T", kind="integer")
         x = embedding_rows(self.embedding, tokens)
         return x if mask is None else jnp.where(mask[:, None], x, jnp.zeros((), x.dtype))
 
@@ -142,12 +148,16 @@ class HybridLM(eqx.Module):
         **Returns:** `(hidden, state, stats)`: the final norm's output in the activations' dtype, the new state, and
         the routers' sums over all layers and real tokens (`RouterStats`, None for a dense model).
         """
+        require_arrays("HybridLM", tokens=tokens)
         require(
-            tokens.ndim == 1 and jnp.issubdtype(tokens.dtype, jnp.integer),
+            tokens is not None and tokens.ndim == 1 and jnp.issubdtype(tokens.dtype, jnp.integer),
             f"HybridLM: `tokens` must be integers [T], but it is {describe(tokens)}: map a batch with "
             f"jax.vmap(model)(tokens), "
             "and cast with .astype(jnp.int32)",
         )
+        require_tokens("HybridLM", positions=positions, segment_ids=segment_ids, mask=mask)
+        if state is not None:
+            require_record("HybridLM", "state", state, HybridState, remedy="take it from model.init_state(capacity)")
         for name, x in (("segment_ids", segment_ids), ("mask", mask)):
             require(
                 x is None or x.shape == tokens.shape,
@@ -173,6 +183,7 @@ class HybridLM(eqx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B N"]:
         """hidden headᵀ, products in hidden's dtype, summed and returned in float32 (float64 for float64)."""
+        require_kind("HybridLM.logits", "hidden", hidden, "*B D")
         logits = jax.lax.dot_general(
             hidden,
             self.head_weight.astype(hidden.dtype),
@@ -243,6 +254,8 @@ class HybridLM(eqx.Module):
                 "HybridLM.mtp_logits: the model has no head for one token further: make it with a config whose "
                 "`mtp_head` is true, or load a checkpoint that has `mtp.*` tensors"
             )
+        require_kind("HybridLM.mtp_logits", "hidden", hidden, "T D")
+        require_kind("HybridLM.mtp_logits", "next_tokens", next_tokens, "T", kind="integer")
         y, state = self.mtp(
             self.embed(next_tokens, mask), hidden, state, segment_ids=segment_ids, mask=mask, positions=positions
         )

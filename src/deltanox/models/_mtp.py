@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from ..nn import KVCache, RMSNorm, apply_linear, linear
-from ..ops._validate import describe, require
+from ..ops._validate import describe, require, require_kind
 from ._block import HybridBlock
 
 
@@ -59,6 +59,8 @@ class MTPHead(eqx.Module):
 
         **Raises:** `ValueError` for shapes that don't fit.
         """
+        require_kind("MTPHead", "embedded", embedded, "T D")
+        require_kind("MTPHead", "hidden", hidden, "T D")
         require(
             embedded.shape == hidden.shape,
             f"MTPHead: `embedded` and `hidden` must both be [T, D], but they are {describe(embedded)} and "

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..ops._segments import boundaries
-from ..ops._validate import describe, require, shapes
+from ..ops._validate import describe, require, require_arrays, require_kind, require_record, require_size, shapes
 from ..ops.attention import NEVER, causal_attention
 from ._cache import OVERFLOWED, KVCache, KVSnapshots, check_snapshots
 from ._linear import apply_linear, linear
@@ -62,8 +62,15 @@ class GatedAttention(eqx.Module):
 
         **Raises:** `ValueError` for heads that don't divide or a rotary size above the head's.
         """
+        op = "GatedAttention"
+        sizes = {
+            "embed_size": embed_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size,
+            "rotary_size": rotary_size,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            require_size(op, name, size)
         require(
-            num_kv_heads >= 1 and num_heads >= 1 and num_heads % num_kv_heads == 0,
+            num_heads % num_kv_heads == 0,
             f"GatedAttention: `num_heads` must be a multiple of `num_kv_heads`, but they are {num_heads} and "
             f"{num_kv_heads}",
         )
@@ -86,11 +93,13 @@ class GatedAttention(eqx.Module):
 
     def init_state(self, capacity: int, *, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache with `capacity` slots, of the weights' dtype unless given (it should be the activations')."""
-        require(capacity >= 1, f"GatedAttention.init_state: `capacity` must be at least 1, but it is {capacity}")
+        capacity = require_size("GatedAttention.init_state", "capacity", capacity)
         slots = (capacity, self.num_kv_heads, self.head_size)
         dtype = self.k_proj.weight.dtype if dtype is None else dtype
-        zero = jnp.zeros((), jnp.int32)
-        return KVCache(jnp.zeros(slots, dtype), jnp.zeros(slots, dtype), jnp.zeros((capacity,), bool), zero, zero)
+        # an array of its own for each field: a state is donated, and no buffer can be donated twice
+        key, value = jnp.zeros(slots, dtype), jnp.zeros(slots, dtype)
+        length, position = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return KVCache(key, value, jnp.zeros((capacity,), bool), length, position)
 
     def __call__(
         self,
@@ -169,6 +178,7 @@ class GatedAttention(eqx.Module):
 
     def _check(self, x, state, positions, segment_ids, mask) -> None:
         op = "GatedAttention"
+        require_kind(op, "x", x, "T D")
         require(
             x.ndim == 2,
             f"{op}: `x` must be one sequence [T, D], but it is {describe(x)}: "
@@ -181,6 +191,7 @@ class GatedAttention(eqx.Module):
         )
         require(x.shape[0] >= 1, f"{op}: `x` must hold at least one token, but it is {describe(x)} [T, D]")
         T = x.shape[:1]
+        require_arrays(op, positions=positions, segment_ids=segment_ids, mask=mask)
         received = shapes(x=x, positions=positions, segment_ids=segment_ids, mask=mask)
         require(
             positions is None or positions.shape in (T, (3, *T)),
@@ -194,6 +205,7 @@ class GatedAttention(eqx.Module):
                 f"but received {received}: with a batch, map it together with x under jax.vmap",
             )
         if state is not None:
+            require_record(op, "state", state, KVCache, remedy="take it from this layer's init_state")
             slots = (self.num_kv_heads, self.head_size)
             require(
                 state.key.ndim == 3 and state.key.shape[1:] == slots and state.value.shape == state.key.shape,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from ..ops._validate import require
+from ..ops._validate import describe_value, require, require_size
 
 OVERFLOWED = 2**30
 """The `length` of a cache that was fed more tokens than it has slots: no `resize` brings the lost ones back."""
@@ -43,8 +43,10 @@ class KVCache(eqx.Module):
         """The same cache with `capacity` slots.
 
         Shrinking drops slots from the end, which must not be in use: outside jit this is checked (`ValueError`), inside
-        jit the next call's outputs are NaN. A cache that has overflowed is refused likewise: its tokens are lost.
+        jit the cache counts as overflowed from then on, and every later call's outputs are NaN. A cache that has
+        overflowed is refused likewise: its tokens are lost.
         """
+        capacity = require_size("KVCache.resize", "capacity", capacity)
         if not isinstance(self.length, Tracer):
             used = int(jnp.max(self.length))
             require(
@@ -62,7 +64,10 @@ class KVCache(eqx.Module):
             width[axis] = (0, more)
             return jax.lax.slice_in_dim(jnp.pad(x, width), 0, capacity, axis=axis)
 
-        return KVCache(fit(self.key), fit(self.value), fit(self.valid), self.length, self.position)
+        length = self.length
+        if capacity < self.capacity:  # a later, larger cache must not hide that tokens were dropped
+            length = jnp.where(length > capacity, OVERFLOWED, length)
+        return KVCache(fit(self.key), fit(self.value), fit(self.valid), length, self.position)
 
 
 class KVSnapshots(eqx.Module):
@@ -86,6 +91,11 @@ class KVSnapshots(eqx.Module):
 
 def check_snapshots(op: str, snapshots: tuple[int, ...], tokens: int, **others: object) -> None:
     """`snapshots` must be numbers of tokens, increasing, from 0 up to `tokens`; the `others` must be None."""
+    counted = isinstance(snapshots, tuple | list) and all(type(n) is int for n in snapshots)
+    require(
+        counted,
+        f"{op}: `snapshots` must be a tuple of ints, as in (1, 2), but it is {describe_value(snapshots)}",
+    )
     require(
         len(snapshots) > 0
         and list(snapshots) == sorted(set(snapshots))

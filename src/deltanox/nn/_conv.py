@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from .._types import Implementation
-from ..ops._validate import describe, require
+from ..ops._validate import describe, require, require_kind, require_record, require_size, require_tokens
 from ..ops.causal_conv import causal_conv1d, causal_conv1d_step
 from ..ops.causal_conv.inputs import check_options
 from ._linear import normal
@@ -55,7 +55,7 @@ class CausalConv1d(eqx.Module):
         **Raises:** `ValueError` for sizes below 1 and for options that don't exist.
         """
         for name, size in (("channels", channels), ("conv_size", conv_size)):
-            require(size >= 1, f"CausalConv1d: `{name}` must be at least 1, but it is {size}")
+            require_size("CausalConv1d", name, size)
         check_options("CausalConv1d", activation=activation, implementation=implementation)
         self.weight = normal((channels, conv_size), dtype=dtype, key=key)
         self.bias = jnp.zeros((channels,), dtype) if use_bias else None
@@ -90,6 +90,8 @@ class CausalConv1d(eqx.Module):
         **Raises:** `ValueError` where the shapes don't fit.
         """
         check_tokens("CausalConv1d", x, self.channels, "channels", segment_ids=segment_ids, mask=mask)
+        if state is not None:
+            require_record("CausalConv1d", "state", state, ConvState, remedy="take it from this layer's init_state")
         inputs = None if state is None else state.inputs
         if inputs is not None and x.shape[0] == 1 and mask is None:
             y, inputs = causal_conv1d_step(
@@ -106,6 +108,7 @@ class CausalConv1d(eqx.Module):
 def check_tokens(op: str, x, size: int, letter: str, **arrays) -> None:
     """`x` must be one sequence [T, size], with `segment_ids` and `mask` [T]."""
     layer = "`jax.vmap(layer)(x)` in place of `layer(x)`"
+    require_kind(op, "x", x, f"T {letter}")
     require(
         x.ndim == 2,
         f"{op}: `x` must be one sequence [T, {letter}] = [T, {size}], but it is {describe(x)}: "
@@ -121,6 +124,7 @@ def check_tokens(op: str, x, size: int, letter: str, **arrays) -> None:
         + (": the axes are swapped, transpose x to [T, features]" if x.shape[0] == size else ""),
     )
     require(x.shape[0] >= 1, f"{op}: the axis T must not be empty, but x is {describe(x)}")
+    require_tokens(op, **arrays)
     for name, value in arrays.items():
         require(
             value is None or value.shape == x.shape[:1],

@@ -13,8 +13,8 @@ from .._types import Implementation, Precision
 from ..ops import Residuals
 from ..ops._compiled import compiled
 from ..ops._derivatives import together
-from ..ops._dtypes import accumulator
-from ..ops._validate import require
+from ..ops._dtypes import accumulator, inverse_root
+from ..ops._validate import require, require_record, require_size
 from ..ops.delta_net import convolve, gated_delta_net, gated_delta_net_step
 from ..ops.delta_rule.inputs import check_options
 from ..ops.gated_norm import gated_norm_projection, takes
@@ -135,7 +135,7 @@ class GatedDeltaNet(eqx.Module):
             "key_head_size": key_head_size, "value_head_size": value_head_size, "conv_size": conv_size,
         }  # fmt: skip
         for name, size in sizes.items():
-            require(size >= 1, f"{op}: `{name}` must be at least 1, but it is {size}")
+            require_size(op, name, size)
         require(
             num_value_heads % num_key_heads == 0,
             f"{op}: num_value_heads = {num_value_heads} must be a multiple of num_key_heads = {num_key_heads}: each "
@@ -204,6 +204,10 @@ class GatedDeltaNet(eqx.Module):
         **Raises:** `ValueError` where the shapes don't fit.
         """
         check_tokens("GatedDeltaNet", x, self.embed_size, "embed_size", segment_ids=segment_ids, mask=mask)
+        if state is not None:
+            require_record(
+                "GatedDeltaNet", "state", state, DeltaNetState, remedy="take it from this layer's init_state"
+            )
         if mask is not None:
             x = jnp.where(mask[:, None], x, 0)
         if snapshots is not None:
@@ -314,7 +318,7 @@ def _rounded_norm(norm: GatedRMSNorm, x, z):
     """`norm` with Hugging Face's roundings: to the activations' dtype after the normalisation and after the weight."""
     wide = accumulator(x.dtype)
     y, gate = x.astype(wide), z.astype(wide)
-    y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.eps)).astype(x.dtype)
+    y = (y * inverse_root(jnp.mean(y * y, axis=-1, keepdims=True), norm.eps)).astype(x.dtype)
     y = (y * norm.weight.astype(x.dtype)[(None,) * (x.ndim - 1)]).astype(wide)
     act = jax.nn.sigmoid(gate)
     return (y * (gate * act if norm.gate == "silu" else act)).astype(x.dtype)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..ops._dtypes import accumulator
 from ..ops._manual import alike
 from ..ops._product import dot
-from ..ops._validate import describe, require
+from ..ops._validate import describe, require, require_kind, require_size
 from ._lora import LoRALinear
 
 INIT_SCALE = 0.02
@@ -24,10 +24,7 @@ def normal(shape: tuple[int, ...], *, dtype: DTypeLike = jnp.float32, key: PRNGK
 
 def linear(in_size: int, out_size: int, *, dtype: DTypeLike = jnp.float32, key: PRNGKeyArray) -> eqx.nn.Linear:
     """An `eqx.nn.Linear` without bias, `weight` [out_size in_size] ~ N(0, 0.02)."""
-    require(
-        in_size >= 1 and out_size >= 1,
-        f"linear: the sizes must be at least 1, but they are in_size={in_size}, out_size={out_size}",
-    )
+    in_size, out_size = require_size("linear", "in_size", in_size), require_size("linear", "out_size", out_size)
     # Equinox draws a uniform weight of its own: made abstractly, so that nothing is drawn twice
     skeleton = eqx.filter_eval_shape(eqx.nn.Linear, in_size, out_size, use_bias=False, dtype=dtype, key=key)
     return eqx.tree_at(lambda layer: layer.weight, skeleton, normal((out_size, in_size), dtype=dtype, key=key))
@@ -46,10 +43,11 @@ def apply_linear(layer: eqx.nn.Linear | LoRALinear, x: Float[Array, "*B I"]) -> 
     **Raises:** `ValueError` if the last axis isn't the layer's input size.
     """
     weight = layer.base if isinstance(layer, LoRALinear) else layer.weight
+    require_kind("linear", "x", x, "*B I")
     require(
-        x.shape[-1] == weight.shape[1],
+        x.ndim >= 1 and x.shape[-1] == weight.shape[1],
         f"linear: the last axis of `x` must be the layer's input size {weight.shape[1]}, but x is {describe(x)}: "
-        f"build the layer with in_size={x.shape[-1]} or give it features of its own size",
+        f"build the layer with in_size={x.shape[-1] if x.ndim else '...'} or give it features of its own size",
     )
     if not isinstance(layer, LoRALinear):
         return dot(*alike((x, weight.astype(x.dtype))))

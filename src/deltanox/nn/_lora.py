@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..ops._validate import require
+from ..ops._validate import require, require_number, require_size
 
 Tree = TypeVar("Tree")
 
@@ -65,8 +65,8 @@ def add_lora(
 
     **Raises:** `ValueError` for a rank below 1, if no linear layer is chosen, or one with a bias.
     """
-    require(rank >= 1, f"add_lora: `rank` must be at least 1, but it is {rank}")
-    scale = 1.0 if alpha is None else alpha / rank
+    rank = require_size("add_lora", "rank", rank)
+    scale = 1.0 if alpha is None else require_number("add_lora", "alpha", alpha) / rank
     nodes, tree = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_linear)
     adapted = []
     for i, (path, node) in enumerate(nodes):

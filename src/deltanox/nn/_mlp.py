@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..ops._compiled import compiled
-from ..ops._validate import describe, require
+from ..ops._validate import describe, require, require_kind, require_size
 from ._linear import apply_linear, linear
 
 
@@ -26,6 +26,8 @@ class SwiGLU(eqx.Module):
     def __init__(self, embed_size: int, hidden_size: int, *, dtype: DTypeLike = jnp.float32, key: PRNGKeyArray):
         """**Arguments:** `embed_size`: D; `hidden_size`: width inside; `dtype`: of the weights; `key`: for N(0, 0.02)
         weights."""
+        require_size("SwiGLU", "embed_size", embed_size)
+        require_size("SwiGLU", "hidden_size", hidden_size)
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate_proj = linear(embed_size, hidden_size, dtype=dtype, key=gate_key)
         self.up_proj = linear(embed_size, hidden_size, dtype=dtype, key=up_key)
@@ -38,6 +40,7 @@ class SwiGLU(eqx.Module):
 
         **Raises:** `ValueError` if the last axis isn't `embed_size`.
         """
+        require_kind("SwiGLU", "x", x, "*B D")
         require(
             x.ndim >= 1 and x.shape[-1] == self.embed_size,
             f"SwiGLU: the last axis of `x` must be embed_size = {self.embed_size}, but x is {describe(x)} [..., D]: "

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ..ops._validate import describe, require, shapes
+from ..ops._validate import describe, require, require_arrays, require_kind, require_record, require_size, shapes
 from ..ops.moe import expert_mlp, route
 from ._linear import apply_linear, linear, normal
 from ._mlp import SwiGLU
@@ -68,11 +68,16 @@ class SparseMoE(eqx.Module):
 
         **Raises:** `ValueError` if `top_k` isn't in 1 ... E or a size is below 1.
         """
+        sizes = {
+            "embed_size": embed_size, "num_experts": num_experts, "top_k": top_k, "expert_size": expert_size,
+            "shared_size": shared_size,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            require_size("SparseMoE", name, size)
         require(
             1 <= top_k <= num_experts,
             f"SparseMoE: `top_k` must lie in 1 ... num_experts = {num_experts}, but it is {top_k}",
         )
-        require(expert_size >= 1, f"SparseMoE: `expert_size` must be at least 1, but it is {expert_size}")
         keys = jax.random.split(key, 5)
         self.gate = linear(embed_size, num_experts, dtype=dtype, key=keys[0])
         self.experts_gate_up = normal((num_experts, 2 * expert_size, embed_size), dtype=dtype, key=keys[1])
@@ -95,6 +100,8 @@ class SparseMoE(eqx.Module):
         **Raises:** `ValueError` for a wrong rank, width or mask.
         """
         op = "SparseMoE"
+        require_kind(op, "x", x, "T D")
+        require_arrays(op, mask=mask)
         require(
             x.ndim == 2,
             f"{op}: `x` must be one sequence [T, D], but it is {describe(x)}: "
@@ -134,6 +141,7 @@ def load_balance_loss(stats: RouterStats) -> Float[Array, ""]:
 
     Source: Switch Transformer (arXiv:2101.03961, equations 4–6), as `load_balancing_loss_func` of transformers.
     """
+    require_record("load_balance_loss", "stats", stats, RouterStats, remedy="pass what a model's `hidden` returns")
     require(
         stats.counts.ndim == 1 and stats.counts.shape == stats.probs.shape and stats.rows.ndim == 0,
         "load_balance_loss: `stats` must be sums over layers and batch, counts [E], probs [E] and rows [], but "

@@ -9,13 +9,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..ops._compiled import compiled
-from ..ops._dtypes import accumulator
-from ..ops._validate import describe, require, require_choice
+from ..ops._dtypes import accumulator, inverse_root
+from ..ops._validate import describe, require, require_choice, require_kind, require_number, require_size
 from ..ops.gated_norm import formula
 
 
 def _check(op: str, size: int, **arrays: Array) -> None:
     for name, x in arrays.items():
+        require_kind(op, name, x, "*B size")
         require(
             x.ndim >= 1 and x.shape[-1] == size,
             f"{op}: the last axis of `{name}` must be the norm's size {size}, but {name} is {describe(x)}: "
@@ -39,8 +40,7 @@ class RMSNorm(eqx.Module):
 
     def __init__(self, size: int, *, eps: float = 1e-6, dtype: DTypeLike = jnp.float32):
         """**Arguments:** `size`: length of the last axis; `eps`: ε, inside the root; `dtype`: of the weight."""
-        require(size >= 1, f"RMSNorm: `size` must be at least 1, but it is {size}")
-        require(eps >= 0, f"RMSNorm: `eps` must not be negative, but it is {eps}")
+        size, eps = require_size("RMSNorm", "size", size), require_number("RMSNorm", "eps", eps, least=0.0)
         self.weight = jnp.zeros((size,), dtype)
         self.size = size
         self.eps = eps
@@ -61,7 +61,7 @@ def _rms_norm(x, weight, *, eps: float):
     def norm(x, weight):
         wide = accumulator(x.dtype)
         y = x.astype(wide)
-        root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(eps, wide))
+        root = inverse_root(jnp.mean(jnp.square(y), axis=-1, keepdims=True), eps)
         weight = weight.astype(wide) + jnp.asarray(1, wide)
         return (y * root * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
 
@@ -89,8 +89,7 @@ class GatedRMSNorm(eqx.Module):
     def __init__(self, size: int, *, eps: float = 1e-6, gate: Literal["silu", "sigmoid"] = "silu"):
         """**Arguments:** `size`: length of the last axis (a value head); `eps`: ε, inside the root; `gate`: the gate's
         activation."""
-        require(size >= 1, f"GatedRMSNorm: `size` must be at least 1, but it is {size}")
-        require(eps >= 0, f"GatedRMSNorm: `eps` must not be negative, but it is {eps}")
+        size, eps = require_size("GatedRMSNorm", "size", size), require_number("GatedRMSNorm", "eps", eps, least=0.0)
         require_choice("GatedRMSNorm", "gate", gate, ("silu", "sigmoid"))
         self.weight = jnp.ones((size,), jnp.float32)
         self.size = size

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..ops._dtypes import accumulator
-from ..ops._validate import describe, require
+from ..ops._validate import describe, require, require_array, require_kind, require_number, require_size
 
 
 class RotaryEmbedding(eqx.Module):
@@ -32,6 +32,7 @@ class RotaryEmbedding(eqx.Module):
         **Raises:** `ValueError` for an odd size, a base that isn't positive, or sections that don't fill size/2
         interleaved.
         """
+        size, theta = require_size("RotaryEmbedding", "size", size), require_number("RotaryEmbedding", "theta", theta)
         require(size >= 2 and size % 2 == 0, f"RotaryEmbedding: `size` must be even and at least 2, but it is {size}")
         require(theta > 0, f"RotaryEmbedding: `theta` must be positive, but it is {theta}")
         if sections is not None:
@@ -57,6 +58,7 @@ class RotaryEmbedding(eqx.Module):
 
         **Raises:** `ValueError` for any other shape or for positions that aren't integers.
         """
+        require_array("RotaryEmbedding", "positions", positions, "*3 T", kind="integer")
         require(
             positions.ndim == 1 or (positions.ndim == 2 and positions.shape[0] == 3),
             "RotaryEmbedding: `positions` must be [T] or [3, T] (time, height, width), but it is "
@@ -68,11 +70,6 @@ class RotaryEmbedding(eqx.Module):
             f"RotaryEmbedding: `positions` is {describe(positions)}, three a token, but the layer has no sections for "
             "them: "
             "build it with sections=(11, 11, 10) or the like, or give positions [T]",
-        )
-        require(
-            jnp.issubdtype(positions.dtype, jnp.integer),
-            f"RotaryEmbedding: `positions` must be integers, but it is {describe(positions)}: cast it with "
-            ".astype(jnp.int32)",
         )
         half = self.size // 2
         # in float64, then rounded once: the angle at position 10^5 keeps the error of one float32 rounding
@@ -103,7 +100,9 @@ def apply_rotary(
 
     **Raises:** `ValueError` if the angles have more features than a head or another number of tokens.
     """
-    size = cos.shape[-1]
+    for name, y, axes in (("x", x, "T n hd"), ("cos", cos, "T size"), ("sin", sin, "T size")):
+        require_kind("apply_rotary", name, y, axes)
+    size = cos.shape[-1] if cos.ndim else 0
     require(
         x.ndim == 3 and cos.shape == sin.shape and cos.ndim == 2 and cos.shape[0] == x.shape[0] and size <= x.shape[-1],
         "apply_rotary: `x` must be [T, heads, head_size] and `cos`, `sin` [T, size] with size ≤ head_size, but x is "

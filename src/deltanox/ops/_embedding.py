@@ -13,6 +13,8 @@ def embedding_rows(weight: Float[Array, "N D"], tokens: Int[Array, "*B"]) -> Flo
     JAX's own transpose of a gather adds the tokens' cotangents up in the weight's dtype: in bfloat16 a sum of ones
     stops at 256. Here they are added up in float32 (float64 for float64) and rounded once. Every derivative exists.
     """
+    if weight.shape[0] > jnp.iinfo(tokens.dtype).max:  # uint8 cannot hold a number outside a vocabulary of 257
+        tokens = tokens.astype(jnp.int32)
     # a negative id must not count from the end
     tokens = jnp.where(tokens < 0, jnp.asarray(weight.shape[0], tokens.dtype), tokens)
     return _rows(weight, tokens)

@@ -1,5 +1,8 @@
 """Sentences for wrong arguments: what must hold, what was received, what to do."""
 
+import math
+import numbers
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 def describe(x: Any) -> str:
     """`float32[2, 7, 3]` for an array, the type's name for anything else."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return f"{jnp.dtype(x.dtype).name}[{', '.join(map(str, x.shape))}]"
+        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
     return type(x).__name__
 
 
@@ -23,14 +26,44 @@ def require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
-def require_array(op: str, name: str, x: Any, axes: str, *, kind: str = "floating") -> None:
-    """`x` must be an array of `kind` ("floating", "integer", "bool") with at least the axes written in `axes`.
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite real number, Python's or NumPy's (an int, a float or a scalar; not a bool)."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(math.isfinite(value))
 
-    `axes` is written as in the glossary, `*B T h K`: a leading `*` stands for any number of axes.
-    """
+
+def require_number(op: str, name: str, value: Any, *, least: float = -math.inf) -> float:
+    """`value` as a float; ValueError unless it is a finite number of at least `least`."""
+    bound = "" if least == -math.inf else f" of at least {least:g}"
+    require(
+        is_number(value) and bool(value >= least),
+        f"{op}: `{name}` must be a finite number{bound}, but it is {describe_value(value)}: pass a Python or NumPy "
+        "number, which is compiled in",
+    )
+    return float(value)
+
+
+def require_size(op: str, name: str, value: Any, *, least: int = 1) -> int:
+    """`value` as an int; ValueError unless it is an integer (Python's or NumPy's) of at least `least`."""
+    try:
+        size = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = None
+    if size is None or size < least:
+        raise ValueError(
+            f"{op}: `{name}` must be an integer and must be at least {least}, but it is {describe_value(value)}: pass "
+            "an int"
+        )
+    return size
+
+
+def describe_value(value: Any) -> str:
+    """`2.0` for a number or a text, `float32[2, 3]` for an array, the type's name for anything else."""
+    return repr(value) if isinstance(value, numbers.Number | str | None) else describe(value)
+
+
+def require_kind(op: str, name: str, x: Any, axes: str, *, kind: str = "floating") -> None:
+    """`x` must be an array of `kind` ("floating", "integer", "bool"), of any rank."""
     letters = axes.split()
-    least = sum(not letter.startswith("*") for letter in letters)
-    exact = least == len(letters)
     require(
         hasattr(x, "shape") and hasattr(x, "dtype"),
         f"{op}: `{name}` must be an array [{', '.join(letters)}], "
@@ -46,6 +79,45 @@ def require_array(op: str, name: str, x: Any, axes: str, *, kind: str = "floatin
         jnp.issubdtype(x.dtype, wanted),
         f"{op}: `{name}` must hold {kind} values, but it is {describe(x)}: {remedy}",
     )
+
+
+def require_tokens(op: str, *, positions: Any = None, segment_ids: Any = None, mask: Any = None) -> None:
+    """What is said of tokens must be None or arrays of their kind, whose shapes are checked elsewhere."""
+    for name, x, axes, kind in (
+        ("positions", positions, "T", "integer"), ("segment_ids", segment_ids, "T", "integer"),
+        ("mask", mask, "T", "bool"),
+    ):  # fmt: skip
+        if x is not None:
+            require_kind(op, name, x, axes, kind=kind)
+
+
+def require_arrays(op: str, **values: Any) -> None:
+    """Each must be None or an array."""
+    for name, x in values.items():
+        require(
+            x is None or (hasattr(x, "shape") and hasattr(x, "dtype")),
+            f"{op}: `{name}` must be an array, but it is a {type(x).__name__}: wrap it in jnp.asarray",
+        )
+
+
+def require_record(op: str, name: str, value: Any, *kinds: type, remedy: str) -> None:
+    """`value` must be a record of one of these classes."""
+    require(
+        isinstance(value, kinds),
+        f"{op}: `{name}` must be a {' or '.join(k.__name__ for k in kinds)}, but it is a {type(value).__name__}: "
+        f"{remedy}",
+    )
+
+
+def require_array(op: str, name: str, x: Any, axes: str, *, kind: str = "floating") -> None:
+    """`x` must be an array of `kind` ("floating", "integer", "bool") with at least the axes written in `axes`.
+
+    `axes` is written as in the glossary, `*B T h K`: a leading `*` stands for any number of axes.
+    """
+    letters = axes.split()
+    least = sum(not letter.startswith("*") for letter in letters)
+    exact = least == len(letters)
+    require_kind(op, name, x, axes, kind=kind)
     require(
         len(x.shape) == least if exact else len(x.shape) >= least,
         f"{op}: `{name}` must have {'the' if exact else 'at least the last'} axes [{', '.join(letters)}], "

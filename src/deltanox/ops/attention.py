@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from .._types import Number
 from ._compiled import compiled
 from ._derivatives import once_differentiable
 from ._dtypes import accumulator
 from ._manual import alike, constants
 from ._segments import boundaries
-from ._validate import require, require_array, shapes
+from ._validate import require, require_array, require_number, require_size, require_tokens, shapes
 
 NEVER = -1
 """Segment of padding: seen by nothing, and seeing nothing."""
@@ -38,6 +39,7 @@ def attention_segments(segment_ids: Int[Array, "*B T"] | None, mask: Array | Non
     """
     if segment_ids is None and mask is None:
         return None
+    require_tokens("attention_segments", segment_ids=segment_ids, mask=mask)
     starts = boundaries(segment_ids, mask)
     number = jnp.zeros((), jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=-1)
     return number if mask is None else jnp.where(mask, number, NEVER)
@@ -51,7 +53,7 @@ def causal_attention(
     offset: int | Int[Array, ""] = 0,
     query_segments: Int[Array, "*B T"] | None = None,
     key_segments: Int[Array, "*B S"] | None = None,
-    scale: float | None = None,
+    scale: Number | None = None,
     block_size: int | None = None,
 ) -> Float[Array, "*B T n vd"]:
     """out_t = Σ_s softmax_s(scale · q_t·k_s) v_s over the keys s ≤ t + offset of t's segment.
@@ -81,6 +83,7 @@ def causal_attention(
     Source: arXiv:1706.03762; grouped heads arXiv:2305.13245; blocks arXiv:2205.14135.
     """
     _check(q, k, v, offset, query_segments, key_segments, block_size)
+    scale = None if scale is None else require_number("causal_attention", "scale", scale)
     offset = jnp.asarray(offset, jnp.int32)
     return _attend(q, k, v, offset, query_segments, key_segments, scale=scale, block_size=block_size)
 
@@ -111,6 +114,8 @@ def _attend(q, k, v, offset, query_segments, key_segments, *, scale, block_size)
 
 def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
     op = "causal_attention"
+    if not hasattr(offset, "dtype"):
+        require_size(op, "offset", offset, least=0)
     for name, x, axes in (("q", q, "*B T n hd"), ("k", k, "*B S m hd"), ("v", v, "*B S m vd")):
         require_array(op, name, x, axes)
     received = shapes(q=q, k=k, v=v)
@@ -151,10 +156,8 @@ def _check(q, k, v, offset, query_segments, key_segments, block_size) -> None:
             query_segments.shape == q.shape[:-2] and key_segments.shape == k.shape[:-2],
             f"{op}: `query_segments` must be [*B T] of q and `key_segments` [*B S] of k, but received {received}",
         )
-    require(
-        block_size is None or block_size >= 0,
-        f"{op}: `block_size` must be None, 0 (no blocks) or positive, but it is {block_size}",
-    )
+    if block_size is not None:
+        require_size(op, "block_size", block_size, least=0)  # 0: no blocks
 
 
 def _visible(t, s, offset, query_segments, key_segments):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..remat import Policy
 from ._compiled import compiled
 from ._manual import alike, constants
+from ._validate import require_kind, require_size, require_tokens
 
 
 def cross_entropy(
@@ -54,6 +55,11 @@ def cross_entropy(
     **Raises**: `ValueError` for shapes or dtypes that do not fit together, and for a policy that would save the logits
     of several blocks.
     """
+    op = "cross_entropy"
+    require_kind(op, "hidden", hidden, "*B T D")
+    require_kind(op, "head", head, "N D")
+    require_kind(op, "labels", labels, "*B T", kind="integer")
+    require_tokens(op, mask=mask)
     if head.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != head.shape[-1]:
         raise ValueError(
             f"cross_entropy: hidden [*B T D] and head [N D] must share their last axis, got hidden {hidden.shape} "
@@ -69,8 +75,7 @@ def cross_entropy(
             f"cross_entropy: labels and mask must be [*B T] = {hidden.shape[:-1]}, got labels {labels.shape} and mask "
             f"{None if mask is None else mask.shape}"
         )
-    if block_size < 1:
-        raise ValueError(f"cross_entropy: block_size must be at least 1, got {block_size}")
+    block_size = require_size(op, "block_size", block_size)
     return _losses(hidden, head, labels, mask, block_size=block_size, remat=remat)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from .._types import Implementation, Mask, Precision, SegmentIds, State
+from .._types import Implementation, Mask, Number, Precision, SegmentIds, State
 from ._dtypes import accumulator
 from ._validate import describe, require, require_array, shapes
 from .causal_conv import causal_conv1d, causal_conv1d_step
@@ -97,8 +97,8 @@ def gated_delta_net(
     segment_ids: SegmentIds | None = None,
     mask: Mask | None = None,
     activation: Literal["silu"] | None = "silu",
-    scale: float | int | None = None,
-    l2norm_eps: float = 1e-6,
+    scale: Number | None = None,
+    l2norm_eps: Number = 1e-6,
     chunk_size: int = 64,
     implementation: Implementation = "auto",
     precision: Precision | None = None,
@@ -203,8 +203,8 @@ def gated_delta_net_step(
     conv_state: Float[Array, "*B _ C"] | None = None,
     initial_state: State | None = None,
     activation: Literal["silu"] | None = "silu",
-    scale: float | int | None = None,
-    l2norm_eps: float = 1e-6,
+    scale: Number | None = None,
+    l2norm_eps: Number = 1e-6,
     strict_hf_rounding: bool = False,
 ) -> tuple[Float[Array, "*B HV"], Float[Array, "*B _ C"], State]:
     """One token of `gated_delta_net`, for decoding: the same arguments without T; every derivative exists.

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 
 from ._compiled import compiled
 from ._derivatives import no_second_derivative, once_differentiable
+from ._dtypes import inverse_root
 from ._kernels import on_engine
 from ._manual import alike, constants, result
 from ._product import dot, weight_gradient
@@ -44,7 +45,7 @@ class Options(NamedTuple):
 
 def formula(x: Float[Array, "*B V"], z: Float[Array, "*B V"], weight: Float[Array, "... V"], *, eps: float, gate: str):
     """y, in the dtype of its arrays, whose axes broadcast."""
-    root = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.asarray(eps, x.dtype))
+    root = inverse_root(jnp.mean(jnp.square(x), axis=-1, keepdims=True), eps)
     act = jax.nn.sigmoid(z)
     if gate == "silu":
         act = z * act
@@ -79,7 +80,7 @@ def _backward_kernel(
     for start in range(0, x_ref.shape[1], size):
         head = slice(start, start + size)
         x, z, dy = (ref[:, head].astype(jnp.float32) for ref in (x_ref, z_ref, dy_ref))
-        root = jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps)
+        root = inverse_root(jnp.mean(x * x, axis=1, keepdims=True), eps)
         sigmoid = jax.nn.sigmoid(z)
         act, slope = sigmoid, sigmoid * (1 - sigmoid)
         if gate == "silu":

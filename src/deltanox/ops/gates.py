@@ -55,8 +55,21 @@ def decay_and_beta(
     check_gates(op, a, b, A_log, dt_bias)
     accumulate = accumulator(a.dtype)
     rate, offset = (x.astype(accumulate)[(None,) * (a.ndim - 1)] for x in (A_log, dt_bias))
-    g = -jnp.exp(rate) * jax.nn.softplus(a.astype(accumulate) + offset)
+    g = _log_decay(rate, a.astype(accumulate) + offset)
     beta = jax.nn.sigmoid(b.astype(accumulator(b.dtype)))
     if strict_hf_rounding:
         beta = beta.astype(b.dtype)
     return g, beta.astype(accumulate)
+
+
+def _log_decay(rate: Float[Array, "... H"], x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+    """−exp(rate) · softplus(x). Where a factor leaves the range of float32 but the product need not, the sum of the
+    logarithms is exponentiated instead."""
+    large, small = rate > 80, x < -60
+    extreme = large | small
+    # each branch gets arguments at which its derivative is finite: 0 · inf would be NaN
+    within = jnp.where(small, 0, x)
+    step = jax.nn.softplus(within)
+    plain = jnp.exp(jnp.where(large, 0, rate)) * step
+    logarithm = rate + jnp.where(small, x, jnp.log(jnp.where(extreme & ~small, step, 1)))
+    return -jnp.where(extreme, jnp.exp(jnp.where(extreme, logarithm, 0)), plain)

@@ -12,7 +12,7 @@ from ._compiled import compiled
 from ._dtypes import accumulator
 from ._grouped import block_dot
 from ._moves import move_rows
-from ._validate import require, require_array, shapes
+from ._validate import require, require_array, require_arrays, require_kind, require_size, shapes
 
 
 class Routing(NamedTuple):
@@ -44,6 +44,7 @@ def route(logits: Float[Array, "*B E"], *, top_k: int, norm_topk_prob: bool = Tr
     """
     require_array("route", "logits", logits, "*B E")
     num_experts = logits.shape[-1]
+    require_size("route", "top_k", top_k)
     require(
         1 <= top_k <= num_experts,
         f"route: `top_k` must lie in 1 ... E = {num_experts}, but it is {top_k} with {shapes(logits=logits)} [*B E]",
@@ -158,6 +159,9 @@ def _check(x, experts, weights, gate_up, down, mask, block_size) -> None:
     require_array(op, "x", x, "*B D")
     require_array(op, "experts", experts, "*B k", kind="integer")
     require_array(op, "weights", weights, "*B k")
+    require_kind(op, "gate_up", gate_up, "E 2I D")
+    require_kind(op, "down", down, "E D I")
+    require_arrays(op, mask=mask)
     received = shapes(x=x, experts=experts, weights=weights, gate_up=gate_up, down=down, mask=mask)
     require(
         experts.shape == weights.shape and experts.shape[:-1] == x.shape[:-1],
@@ -176,6 +180,5 @@ def _check(x, experts, weights, gate_up, down, mask, block_size) -> None:
         mask is None or (mask.shape == x.shape[:-1] and mask.dtype == jnp.bool_),
         f"{op}: `mask` must be bool [*B] for x [*B D], but received {received}",
     )
-    require(
-        block_size is None or block_size >= 1, f"{op}: `block_size` must be None or at least 1, but it is {block_size}"
-    )
+    if block_size is not None:
+        require_size(op, "block_size", block_size)

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._dtypes import inverse_root
 from .residuals import Residuals
 
 RESET = -104.0  # exp of it is zero in float32
@@ -293,7 +294,7 @@ def gather(tokens: Tokens, options: Options) -> Group:
     k, q = heads_first(k).astype(dtype), heads_first(q).astype(dtype)
     norms = None
     if l2norm_eps is not None:
-        inverse_norm = lambda x: jax.lax.rsqrt(row_sums(x * x)[..., None] + l2norm_eps)  # noqa: E731
+        inverse_norm = lambda x: inverse_root(row_sums(x * x)[..., None], l2norm_eps)  # noqa: E731
         norms = (inverse_norm(k), inverse_norm(q))
         k, q = k * norms[0], q * norms[1]
     kq = jnp.concatenate([k, q * scale], axis=-2)

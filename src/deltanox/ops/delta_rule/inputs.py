@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..._types import Mask, SegmentIds, State
-from .._validate import describe, require, require_array, require_choice, shapes
+from .._validate import describe, require, require_array, require_choice, require_number, shapes
 from .residuals import Residuals
 
 IMPLEMENTATIONS = ("auto", "xla", "chunked", "reference", "pallas")
@@ -95,17 +95,25 @@ def check_options(
         isinstance(residuals, Residuals),
         f"{op}: `residuals` must be a deltanox.ops.Residuals, but it is a {type(residuals).__name__}",
     )
-    for name, x in (("scale", scale), ("l2norm_eps", l2norm_eps)):
-        require(
-            x is None or (isinstance(x, (int, float)) and not isinstance(x, bool)),
-            f"{op}: `{name}` must be a Python number, but it is {describe(x)}: it is compiled into the op",
-        )
+    check_numbers(op, scale=scale, l2norm_eps=l2norm_eps)
     for name, dtype in (("state_dtype", state_dtype), ("decay_dtype", decay_dtype)):
         try:
             floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         except TypeError:
             floating = False
         require(floating, f"{op}: `{name}` must be a float dtype such as jnp.float32, but it is {dtype!r}")
+
+
+def check_numbers(op: str, *, scale, l2norm_eps) -> None:
+    """`scale` must be None or a finite number of float32, `l2norm_eps` a finite one that is not negative."""
+    if scale is not None:
+        size = abs(require_number(op, "scale", scale))
+        require(
+            size <= float(np.finfo(np.float32).max),
+            f"{op}: `scale` must be a finite number in float32, but it is {scale!r}: scale `v` or the output instead",
+        )
+    if l2norm_eps is not None:
+        require_number(op, "l2norm_eps", l2norm_eps, least=0.0)
 
 
 def check_inputs(
@@ -123,7 +131,8 @@ def check_inputs(
 
     Arguments: as in `gated_delta_rule`.
 
-    Raises: ValueError, naming the argument, where one holds NaN at a real token, where `g` is above zero (a linear
+    Raises: ValueError, naming the argument, where one holds NaN or infinity at a real token (minus infinity in `g` is a
+        reset and allowed; a NaN reaches the other documents of its chunk too), where `g` is above zero (a linear
     decay exp(g) passed
         for its logarithm), `beta` outside [0, 2], a mask leaves a row without a token or cuts a hole into a segment;
         for shapes as the op does;
@@ -148,8 +157,11 @@ def check_inputs(
     for name in ("q", "k", "v", "g", "beta"):
         x = arguments[name]
         if x is not None:
-            bad = np.isnan(wide(x)) & real.reshape(*real.shape, *[1] * (x.ndim - real.ndim))
-            forbid(name, bad, "be free of NaN at real tokens", "look at what made it, or mask the padding")
+            bad = (np.isnan(wide(x)) if name == "g" else ~np.isfinite(wide(x))) & real.reshape(
+                *real.shape, *[1] * (x.ndim - real.ndim)
+            )
+            must = "be free of NaN at real tokens" if name == "g" else "be free of NaN and infinity at real tokens"
+            forbid(name, bad, must, "look at what made it, or mask the padding")
     if initial_state is not None:
         forbid("initial_state", ~np.isfinite(wide(initial_state)), "be finite", "look at what made it")
     if g is not None:

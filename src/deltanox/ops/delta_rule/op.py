@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..._types import Implementation, Mask, Precision, SegmentIds, State
+from ..._types import Implementation, Mask, Number, Precision, SegmentIds, State
 from .._compiled import compiled
 from .._dtypes import accumulator
 from .._manual import alike
 from .._segments import boundaries
 from .chunked import Options, chunked
-from .inputs import check_options, check_shapes
+from .inputs import check_numbers, check_options, check_shapes
 from .reference import l2norm, reference, step
 from .residuals import Residuals
 from .tpu import Inputs, unsupported
@@ -29,9 +29,9 @@ def gated_delta_rule(
     initial_state: State | None = None,
     segment_ids: SegmentIds | None = None,
     mask: Mask | None = None,
-    scale: float | int | None = None,
+    scale: Number | None = None,
     use_qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
+    l2norm_eps: Number = 1e-6,
     chunk_size: int = 64,
     implementation: Implementation = "auto",
     precision: Precision | None = None,
@@ -147,6 +147,10 @@ def apply(
     )
     inputs, state = alike((inputs, flat(initial_state.astype(accumulate), 3)))
     factor = key_size**-0.5 if scale is None else float(scale)
+    # q's gradient divides by the factor: one of no ordinary size is multiplied to the output instead
+    ordinary = 2.0**-60 <= abs(factor) <= 2.0**60
+    factor, outer = (factor, None) if ordinary else (1.0, factor)
+    l2norm_eps = None if l2norm_eps is None else float(l2norm_eps)
     if precision is None:
         precision = "highest" if dtype in (jnp.float32, jnp.float64) else "default"
     options = Options(
@@ -163,6 +167,8 @@ def apply(
     else:
         values: Any = rule(choose(op, implementation, inputs, options, value_size), inputs, state)
         out, state = values
+    if outer is not None:
+        out = (out.astype(accumulate) * jnp.asarray(outer, accumulate)).astype(out.dtype)
     return out.reshape(*lead, length, heads, value_size), state.reshape(*lead, heads, key_size, value_size)
 
 
@@ -184,9 +190,9 @@ def gated_delta_step(
     beta: Float[Array, "*B H"],
     *,
     initial_state: State | None = None,
-    scale: float | int | None = None,
+    scale: Number | None = None,
     use_qk_l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
+    l2norm_eps: Number = 1e-6,
 ) -> tuple[Float[Array, "*B H V"], State]:
     """One token of `gated_delta_rule`, for decoding: the same arguments without T; every derivative exists.
 
@@ -195,6 +201,7 @@ def gated_delta_step(
     Raises: ValueError as `gated_delta_rule`.
     """
     check_shapes("gated_delta_step", q, k, v, g, beta, initial_state, axis_t="")
+    check_numbers("gated_delta_step", scale=scale, l2norm_eps=l2norm_eps)
     lead, key_size, heads, value_size = q.shape[:-2], q.shape[-1], *v.shape[-2:]
     accumulate = accumulator(v.dtype)
     g = jnp.zeros(beta.shape, accumulate) if g is None else g

@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._dtypes import inverse_root
 from .._float64 import in_float64
 
 BLOCK = 32  # tokens whose states are computed again in the backward pass, instead of being kept
 
 
 def l2norm(x: Float[Array, "*S"], eps: float) -> Float[Array, "*S"]:
-    """x · rsqrt(Σ x² + eps) over the last axis."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+    """x · rsqrt(Σ x² + eps) over the last axis; zero for zeros, also with eps = 0."""
+    return x * inverse_root(jnp.sum(x * x, axis=-1, keepdims=True), eps)
 
 
 def step(

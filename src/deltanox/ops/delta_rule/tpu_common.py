@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from .._dtypes import inverse_root
+
 BLOCK = 16  # rows of the diagonal blocks that start the inverse
 FORGET = -16384.0  # a decay that leaves nothing; exact in bfloat16, and sums of it stay finite
 
@@ -144,7 +146,7 @@ def key_heads(ks: list[Array], qs: list[Array], tri: Triangles, *, eps, scale: f
     for k, q in zip(ks, qs):
         k, q, k_norm, q_norm = k.astype(jnp.float32), q.astype(jnp.float32), None, None
         if eps is not None:
-            k_norm, q_norm = (jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + eps) for x in (k, q))
+            k_norm, q_norm = (inverse_root(jnp.sum(x * x, axis=1, keepdims=True), eps) for x in (k, q))
             k, q = k * k_norm, q * q_norm
         q = q * scale
         keys, both = split(k, parts), split(jnp.concatenate([k, q], axis=0), parts)
