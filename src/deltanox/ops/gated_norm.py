@@ -222,7 +222,10 @@ def _norm_projection(options: Options, x, z, weight, projection):
 def _norm_projection_jvp(options: Options, primals, tangents):
     x, z, weight, projection = primals
     y = _guarded(_kernel_forward, options)(x, z, weight)
-    zeros = [constants(jnp.zeros(t.shape, t.dtype), x) if isinstance(t, SymbolicZero) else t for t in tangents]
+    zeros = [
+        constants(jnp.zeros(p.shape, p.dtype), x) if isinstance(t, SymbolicZero) else t
+        for p, t in zip(primals, tangents)
+    ]
     return dot(y, projection), _tangent_p.bind(*zeros, *primals, options=options)
 
 

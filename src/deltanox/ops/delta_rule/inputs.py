@@ -1,6 +1,8 @@
 """What the delta rule asks of its arguments. Shapes and dtypes are checked at every call, values only by
 `check_inputs`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,16 @@ def check_shapes(op: str, q, k, v, g, beta, initial_state, segment_ids=None, mas
 
 
 def check_options(
-    op: str, *, chunk_size, implementation, precision, state_dtype, decay_dtype, residuals, scale=None, l2norm_eps=1e-6
+    op: str,
+    *,
+    chunk_size,
+    implementation,
+    precision,
+    state_dtype,
+    decay_dtype,
+    residuals,
+    scale=None,
+    l2norm_eps: Any = 1e-6,
 ) -> None:
     """Raise ValueError unless the options are ones that exist."""
     whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)

@@ -209,6 +209,6 @@ def gated_delta_step(
         initial_state = jnp.zeros((*lead, heads, key_size, value_size), accumulate)
     wide = [x.reshape(-1, *x.shape[len(lead) :]).astype(accumulate) for x in (initial_state, q, k, v, g, beta)]
     if use_qk_l2norm:
-        wide[1:3] = (l2norm(x, l2norm_eps) for x in wide[1:3])
+        wide[1:3] = (l2norm(x, float(l2norm_eps)) for x in wide[1:3])
     state, out = step(*wide, key_size**-0.5 if scale is None else float(scale))
     return out.astype(v.dtype).reshape(v.shape), state.reshape(initial_state.shape)
