@@ -3,26 +3,28 @@
     deltanox bench decode qwen3_5_nano qwen3_5_tiny
 
 Random weights in float32 are saved as a Hugging Face checkpoint, which transformers loads; both sides get the same
-prompts and a warm-up, then take turns, PyTorch with each number of `--threads`. Prefill counts. Printed are medians of
-all rounds, the median of the rounds' ratios, and the share of equal tokens. With `--drafts K` a multi-token prediction
-head of random weights drafts K tokens a step: once where its drafts are as good as wrong, once where all are right (the
-norms before the heads are zero there, and the text one token), which bounds what a trained head gives.
+prompts and a warm-up, then take turns, PyTorch with each number of `--threads`. Prefill counts. Printed are the best
+of all rounds and how far the slowest is above it, the ratio of the best, and the share of equal tokens. With
+`--drafts K` a multi-token prediction head of random weights drafts K tokens a step: once where its drafts are as good
+as wrong, once where all are right (the norms before the heads are zero there, and the text one token), which bounds
+what a trained head gives.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ._peer import require_peer
+from ._rounds import in_turn, spread
 
 OURS, PEER = "deltanox", "transformers"
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def lines(record: dict[str, Any]) -> list[str]:
     """A table of one batch size."""
-    head = "{config}, batch {batch}: prompt of {prompt}, {new} new tokens a row, medians of {rounds} rounds"
+    head = "{config}, batch {batch}: prompt of {prompt}, {new} new tokens a row, best of {rounds} rounds, spread"
     table = [head.format(**record)]
     for name, side in record["sides"].items():
         extra = ""
@@ -63,7 +65,7 @@ def lines(record: dict[str, Any]) -> list[str]:
             extra = f"   {OURS} is {side['ratio']:.2f} times as fast   {side['equal']:.1%} of the tokens equal"
         if side["accepted"] is not None:
             extra = f"   {1 / side['ratio']:.2f} times as fast as without   {side['accepted']:.2f} accepted a step"
-        table.append(f"  {name:24s} {side['tokens_per_second']:8.1f} tokens/s{extra}")
+        table.append(f"  {name:24s} {side['tokens_per_second']:8.1f} tokens/s {side['spread']:>7}{extra}")
     return table
 
 
@@ -83,18 +85,14 @@ def _bench(name: str, arguments: argparse.Namespace):
         tokens = rng.integers(0, min(sizes.vocab_size, 257), (batch, arguments.prompt))
         sides = _sides(model, peer, tokens, arguments)
         texts = {side: run() for side, (run, _) in sides.items()}  # the warm-up
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(arguments.rounds):
-            for side, (run, _) in sides.items():
-                begin = time.perf_counter()
-                run()
-                seconds[side].append(time.perf_counter() - begin)
+        seconds = in_turn({side: partial(_seconds, run) for side, (run, _) in sides.items()}, arguments.rounds)
         found = {}
         for side, (_, streamed) in sides.items():
-            ratio = statistics.median(b / a for a, b in zip(seconds[OURS], seconds[side]))
+            ratio = min(seconds[side]) / min(seconds[OURS])
             counts = streamed[-1].statistics if streamed else None
             found[side] = {
-                "tokens_per_second": batch * arguments.new / statistics.median(seconds[side]),
+                "tokens_per_second": batch * arguments.new / min(seconds[side]),
+                "spread": spread(seconds[side]),
                 "ratio": None if side == OURS else ratio,
                 "equal": float(np.mean(texts[side] == texts[OURS])) if side.startswith(PEER) else None,
                 "accepted": counts.accepted_per_step if counts and counts.drafted else None,
@@ -103,6 +101,12 @@ def _bench(name: str, arguments: argparse.Namespace):
             "config": find_config(name).stem, "batch": batch, "prompt": arguments.prompt, "new": arguments.new,
             "rounds": arguments.rounds, "drafts": arguments.drafts, "sides": found,
         }  # fmt: skip
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 def _sides(model: Any, peer: Callable | None, tokens: np.ndarray, arguments: argparse.Namespace) -> dict[str, Any]:

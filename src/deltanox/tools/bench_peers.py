@@ -6,17 +6,20 @@ Peers that are not installed are left out and named. They are, on the Python tha
     pip install torch transformers                                         (transformers' chunked rule in PyTorch)
     pip download --no-deps jax-linear-attention==0.1.0 && unzip ... -d FOLDER  (Python 3.12 or newer; pass --jla FOLDER)
 
-Each time is the median over the repeats after a warm-up, the ratio is ours over the peer's: below 1 we are faster.
+All run in turn, several rounds. Each time is the least of all rounds and repeats, `spread` how far the slowest round's
+least time is above it; the ratio is ours over the peer's: below 1 we are faster. A large spread tells of other work.
 Several lengths give a table each, and how our time grows from the first to each of the others.
 """
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+
+from ._rounds import in_turn, spread
 
 LABELS = {"forward": "forward", "both": "forward and backward"}
 PEERS = ("deltanox", "jax-linear-attention", "transformers")
@@ -79,7 +82,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-        result[name] = statistics.median(times)
+        result[name] = min(times)
     return result
 
 
@@ -91,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--length", type=int, nargs="+", default=[2048], help="tokens; several for a table each")
     parser.add_argument("--heads", type=int, default=16, help="key and value heads")
     parser.add_argument("--size", type=int, default=128, help="size of a head")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="runs of a round (default: 7)")
+    parser.add_argument("--rounds", type=int, default=3, help="times that all run in turn (default: 3)")
     parser.add_argument("--jla", metavar="FOLDER", help="an unpacked jax-linear-attention wheel")
     parser.add_argument("--only", choices=PEERS, help=argparse.SUPPRESS)  # the child processes
     arguments = parser.parse_args(argv)
@@ -113,20 +117,31 @@ def _table(arguments: argparse.Namespace, argv: Sequence[str], length: int) -> d
     """Measure and print one line a peer. Returns our times."""
     print(
         f"B={arguments.batch} T={length} H={arguments.heads} K=V={arguments.size} float32, seconds "
-        f"(medians of {arguments.repeats}), and ours / theirs"
+        f"(least of {arguments.rounds} rounds of {arguments.repeats}), and ours / theirs"
     )
-    print(f"{'':22} {'forward':>9} {'ratio':>6} {'forward+backward':>17} {'ratio':>6}")
-    ours = None
-    for peer in PEERS:
-        command = [sys.executable, "-m", "deltanox.cli", "bench", "peers", *argv, "--only", peer]
-        command += ["--length", str(length)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            print(f"{peer:22} left out: {last}")
+    print(f"{'':22} {'forward':>9} {'spread':>7} {'ratio':>6} {'forward+backward':>17} {'spread':>7} {'ratio':>6}")
+    found = in_turn({peer: partial(_run, argv, peer, length) for peer in PEERS}, arguments.rounds)
+    ours: dict[str, float] | None = None
+    for peer, rounds in found.items():
+        errors = [times for times in rounds if isinstance(times, str)]
+        if errors:
+            print(f"{peer:22} left out: {errors[0]}")
             continue
-        times = json.loads(done.stdout.strip().splitlines()[-1])
-        ours = ours or (times if peer == "deltanox" else None)
-        ratios = {name: f"{ours[name] / seconds:.2f}" if ours else "-" for name, seconds in times.items()}
-        print(f"{peer:22} {times['forward']:9.3f} {ratios['forward']:>6} {times['both']:17.3f} {ratios['both']:>6}")
+        line, least = f"{peer:22}", {}
+        for name, width in (("forward", 9), ("both", 17)):
+            seconds = [times[name] for times in rounds if not isinstance(times, str)]
+            least[name] = min(seconds)
+            ratio = f"{(ours or least)[name] / least[name]:.2f}" if ours or peer == "deltanox" else "-"
+            line += f" {least[name]:{width}.3f} {spread(seconds):>7} {ratio:>6}"
+        print(line)
+        ours = least if peer == "deltanox" else ours
     return ours
+
+
+def _run(argv: Sequence[str], peer: str, length: int) -> dict[str, float] | str:
+    """The times of a peer in a process of its own, or why there are none."""
+    command = [sys.executable, "-m", "deltanox.cli", "bench", "peers", *argv, "--only", peer, "--length", str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])

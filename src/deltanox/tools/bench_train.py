@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._peer import require_peer
+from ._rounds import spread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--steps", type=int, default=20, help="steps that are timed, after a call or two that are not (default: 20)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, help="times that both sides run in turn; the best of each counts (default: 1)"
+        "--rounds", type=int, default=3, help="times that both sides run in turn; the best of each counts (default: 3)"
     )
     parser.add_argument("--side", choices=("both", "deltanox", "transformers"), default="both")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
@@ -61,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if len(sides) == 2:
         ratio = max(rates["deltanox"]) / max(rates["transformers"])
-        print(f"ratio        {ratio:8.2f}            deltanox / transformers, {os.cpu_count()} cores")
+        spreads = ", ".join(f"{side} {spread(1 / rate for rate in rates[side])}" for side in sides)
+        print(
+            f"ratio        {ratio:8.2f}            deltanox / transformers, best of {arguments.rounds} rounds, "
+            f"{os.cpu_count()} cores; slowest round above the fastest: {spreads}"
+        )
     return 0
 
 
