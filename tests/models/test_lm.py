@@ -393,7 +393,7 @@ def test_unstacked(request, getkey, kind):
 
 
 def test_wrong_sizes_are_named(unchecked, model):
-    with pytest.raises(ValueError, match="`capacity` must be at least 1 token, but it is 0"):
+    with pytest.raises(ValueError, match="`capacity` must be at least 1, but it is 0"):
         model.init_state(0)
-    with pytest.raises(ValueError, match="`vocab_size` and `embed_size` must be at least 1, but they are 0 and 3"):
+    with pytest.raises(ValueError, match="`vocab_size` must be at least 1, but it is 0"):
         HybridLM(0, 3, lambda key: None, 1, tied_head=True, dtype=jnp.float32, key=jax.random.key(0))

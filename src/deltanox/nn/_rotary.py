@@ -32,7 +32,10 @@ class RotaryEmbedding(eqx.Module):
         **Raises:** `ValueError` for an odd size, a base that isn't positive, or sections that don't fill size/2
         interleaved.
         """
-        size, theta = require_size("RotaryEmbedding", "size", size), require_number("RotaryEmbedding", "theta", theta)
+        size, theta = (
+            require_size("RotaryEmbedding", "size", size, least=-(2**31)),
+            require_number("RotaryEmbedding", "theta", theta),
+        )
         require(size >= 2 and size % 2 == 0, f"RotaryEmbedding: `size` must be even and at least 2, but it is {size}")
         require(theta > 0, f"RotaryEmbedding: `theta` must be positive, but it is {theta}")
         if sections is not None:

@@ -48,11 +48,9 @@ def require_size(op: str, name: str, value: Any, *, least: int = 1) -> int:
         size = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = None
-    if size is None or size < least:
-        raise ValueError(
-            f"{op}: `{name}` must be an integer and must be at least {least}, but it is {describe_value(value)}: pass "
-            "an int"
-        )
+    if size is None:
+        raise ValueError(f"{op}: `{name}` must be an integer, but it is {describe_value(value)}: pass an int")
+    require(size >= least, f"{op}: `{name}` must be at least {least}, but it is {size}: pass a larger int")
     return size
 
 
