@@ -11,10 +11,10 @@ import zlib
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu is there to compile for TPUs that are not
 # Compiling is what the tests spend their time on. LLVM's optimisations and jaxlib 0.10's fusion emitters are off, since
 # both cost more than they save here. XLA_FLAGS= switches them on.
-EMITTERS = " --xla_cpu_use_fusion_emitters=false"
-fewer_passes = "XLA_FLAGS" not in os.environ
+FLAGS, EMITTERS = "--xla_backend_optimization_level=0", " --xla_cpu_use_fusion_emitters=false"
+fewer_passes = os.environ.get("XLA_FLAGS", FLAGS) == FLAGS  # pytest-xdist's workers find them set
 if fewer_passes:
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = FLAGS
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] += EMITTERS
 
@@ -28,7 +28,7 @@ if fewer_passes:
     # XLA aborts at a flag that it does not know, and later versions do not know the emitters'. libtpu is one, and so may
     # a test's own process be: they are not to see it, once jaxlib has read it.
     jax.jit(lambda: 0)()
-    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].removesuffix(EMITTERS)
+    os.environ["XLA_FLAGS"] = FLAGS
 
 MAPS = pathlib.Path("/proc/self/maps")
 _finished = itertools.count(1)
