@@ -350,6 +350,7 @@ def test_logits_do_not_depend_on_the_rows_beside_them(getkey, wide):
     np.testing.assert_array_equal(one[0], many[0])
 
 
+@pytest.mark.all_passes
 def test_logits_do_not_depend_on_the_tokens_after_them(getkey, wide):
     tokens = draw(getkey, 200)
     np.testing.assert_array_equal(run(wide, tokens[:100])[0], run(wide, tokens)[0][:100])
