@@ -106,10 +106,15 @@ def test_control_c_while_importing_ends_at_once_and_in_silence(tmp_path):
     """The import of JAX is replaced by one that waits: Ctrl-C comes in the middle of it."""
     (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    process = _start("-m", "deltanox_command", "configs", PYTHONPATH=path)
-    assert process.stdout.readline() == "importing\n"
-    begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=30)
+    # A job in the background of a shell, as a runner of tests may be, has SIGINT ignored, and so have its children.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import deltanox_command as c; c.main()"
+    with _start("-c", program, PYTHONPATH=path) as process:
+        try:
+            assert process.stdout.readline() == "importing\n"
+            begin = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert (process.returncode, out, error) == (130, "", "")
     assert time.monotonic() - begin < 20
