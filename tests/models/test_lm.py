@@ -243,6 +243,7 @@ def test_a_batch_is_a_vmap(getkey, sparse):
             assert rel(a[row], b) < CLOSE
 
 
+@pytest.mark.all_passes
 def test_explicit_positions_pass_through(getkey, model):
     tokens, count = draw(getkey, 12), jnp.arange(12)
     default, _ = run(model, tokens)

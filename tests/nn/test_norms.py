@@ -119,5 +119,5 @@ def test_wrong_width_is_refused(norm):
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="`size` must be at least 1"):
         RMSNorm(0)
-    with pytest.raises(ValueError, match="`eps` must not be negative"):
+    with pytest.raises(ValueError, match="`eps` must be a finite number of at least 0"):
         RMSNorm(3, eps=-1.0)

@@ -25,6 +25,9 @@ def small_tiles(monkeypatch):
     """128 × 128 a step, so that short rows have several tiles and blocks."""
     for module in (tpu_forward, tpu_backward):
         monkeypatch.setattr(module, "TILES", Tiles(128, 128, 64))
+    jax.clear_caches()  # programs of these shapes with the other tiles
+    yield
+    jax.clear_caches()
 
 
 def draw(getkey, B, T, C, W, dtype="float32"):
@@ -207,6 +210,7 @@ def test_memory_errors_of_kernels(getkey, monkeypatch, small_tiles, T, C):
     for name in ("conv_forward", "conv_backward"):
         kernel = getattr(tpu, name)
         monkeypatch.setattr(tpu, name, functools.partial(_with, kernel, params))
+    jax.clear_caches()  # of the program with the other interpreter
     got = run(arrays, "pallas", segment_ids=ids, mask=mask, key=params)
     assert not interpret_pallas_call.races.races_found
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
