@@ -102,7 +102,7 @@ def test_scales_without_a_meaning(value, unchecked):
     ):
         with pytest.raises(ValueError, match="`scale` must be a finite number"):
             call()
-    if value != 1e39:
+    if not (isinstance(value, float) and value == 1e39):
         with pytest.raises(ValueError, match="`scale` must be a finite number"):
             causal_attention(*[jnp.ones((3, 1, 4))] * 3, scale=value)
 

@@ -197,6 +197,7 @@ def test_vmap_is_folded_into_the_batch(getkey, small_tiles, weights):
     assert set(re.findall(r"grid=\((\d+, \d+, \d+)\)", text)) == {"1, 6, 2"}
 
 
+@pytest.mark.all_passes
 @pytest.mark.parametrize("T, C", [(161, 256), (256, 128)])
 def test_memory_errors_of_kernels(getkey, monkeypatch, small_tiles, T, C):
     """The interpreter that keeps the memory spaces apart, with NaN where nothing was written, finds no race and no read
