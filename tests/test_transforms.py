@@ -65,7 +65,7 @@ def test_vmap_of_grad_and_grad_of_vmap(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW and name not in ("rule, xla", "model")])
 def test_every_order_of_vmap_and_grad(name):
     """Two maps with other arguments mapped in each, Jacobians, and maps over cotangents."""
     f, params, xs = CASES[name]()

@@ -19,13 +19,15 @@ def in_float64(f: Callable[..., Any]) -> Callable[..., Any]:
 
     run = jax.jit(f, static_argnums=2)
 
-    @partial(jax.custom_vjp, nondiff_argnums=(2,))
-    def op(floats, rest, options):
+    def wide(floats, rest, options):
         with jax.enable_x64(True):
             return run(floats, rest, options)
 
+    op = jax.custom_vjp(wide, nondiff_argnums=(2,))
+
     def forward(floats, rest, options):
-        return op(floats, rest, options), (floats, rest)
+        # not `op` itself: forward mode over this pass must reach the sentence in `gradients`
+        return wide(floats, rest, options), (floats, rest)
 
     @partial(jax.jit, static_argnums=3)
     def pull(floats, rest, cotangents, options):
