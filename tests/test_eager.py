@@ -13,7 +13,6 @@ from deltanox.generate import generate, prefill
 from transformed import CASES, gradients, mapped
 
 EVENT = "/jax/core/compile/backend_compile_duration"
-SLOW = {"rule, pallas", "net, pallas", "convolution, pallas", "norm and projection, pallas", "GatedDeltaNet, pallas"}
 
 
 @pytest.fixture
@@ -41,11 +40,10 @@ def test_programs_are_counted(compiled):
 
 
 QUICK = ("rule, xla", "cross entropy in blocks", "attention in blocks", "norm and projection, auto", "convolution, xla")
+LONGER = ("rule, reference", "convolution, reference", "experts", "product", "RMSNorm", "SwiGLU", "model")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES if n not in SLOW]
-)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)])
 def test_a_second_call_compiles_nothing(name, compiled):
     """The call itself, its gradient, and a map of both."""
     f, params, xs = CASES[name]()
