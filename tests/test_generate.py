@@ -240,16 +240,14 @@ def test_requests_are_checked_before_anything_runs(unchecked, monkeypatch, model
 
 @pytest.mark.parametrize("tokens", [[1, 2], np.zeros(3, int), np.zeros((1, 0), int), np.zeros((1, 2)), [["a"]]])
 def test_prefill_is_given_rows_of_tokens(unchecked, model, tokens):
-    with pytest.raises(
-        ValueError, match=r"prefill: `tokens` must be integers \[B, T\], at least one token a row, but it"
-    ):
+    with pytest.raises(ValueError, match="prefill: `tokens` must (be an array|have|hold)"):
         prefill(model, tokens, capacity=8)
 
 
 @pytest.mark.parametrize(
     "kwargs, sentence",
     [
-        ({"temperature": -1.0}, "`temperature` must be a number of at least 0, but it is -1.0"),
+        ({"temperature": -1.0}, "`temperature` must be a finite number of at least 0, but it is -1.0"),
         ({"temperature": float("nan")}, "`temperature` must be"),
         ({"top_k": 0}, "`top_k` must be an integer of at least 1, or None"),
         ({"top_k": 1.5}, "`top_k` must be an integer of at least 1, or None"),

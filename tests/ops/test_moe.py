@@ -225,7 +225,7 @@ def test_the_accelerators_products_equal_the_loops(getkey):
 
 @pytest.mark.parametrize("top_k", [0, 9])
 def test_top_k_out_of_range_is_refused(top_k):
-    with pytest.raises(ValueError, match=r"`top_k` must lie in 1 ... E = 8"):
+    with pytest.raises(ValueError, match="`top_k` must (be at least 1|lie in 1 ... E = 8)"):
         route(jnp.zeros((2, 8)), top_k=top_k)
 
 
