@@ -121,7 +121,7 @@ def test_a_head_that_is_nan_drafts_and_is_wrong(model):
 @pytest.mark.parametrize(
     "kwargs, sentence",
     [
-        ({"drafts": -1}, "`drafts` must be 0 or more tokens a step, but it is -1"),
+        ({"drafts": -1}, "`drafts` must be an integer of at least 0, but it is -1"),
         ({"drafts": 1, "model": None}, "`drafts` = 1 needs a model with a multi-token prediction head.* `mtp.\\*`"),
         ({"drafts": 2, "capacity": 8}, r"length \+ max_new_tokens - 1 \+ drafts = 9, but it is 8: raise it"),
         ({"state": "of two rows"}, "`state` must be one of this model, with the batch of 1 rows in front"),

@@ -90,18 +90,26 @@ def test_gradients():
 
     @eqx.filter_jit
     def gradient(layer, x):
-        return eqx.filter_grad(lambda args: jnp.sum(args[0](args[1])[0] * cotangent[0]))((layer, x))
+        return eqx.filter_grad(lambda args: jnp.sum(args[0](args[1])[0] * jnp.asarray(cotangent[0], x.dtype)))(
+            (layer, x)
+        )
 
     dlayer, dx = gradient(ours, jnp.asarray(x[0]))
-    assert rel(dx, hf.numpy(leaf.grad)[0]) < TOLERANCE
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: a.astype(jnp.float64) if eqx.is_inexact_array(a) else a, ours)
+        exact_layer, exact = gradient(wide, jnp.asarray(x[0], jnp.float64))
     want = hf.copy_delta_net(jax.tree.map(jnp.zeros_like, dlayer), theirs, gradients=True)
-    for name, a, b in zip(
-        ("qkv", "z", "b", "a", "conv", "A_log", "dt_bias", "norm", "out"),
-        jax.tree.leaves(dlayer),
-        jax.tree.leaves(want),
-    ):
+    names = ("x", "qkv", "z", "b", "a", "conv", "A_log", "dt_bias", "norm", "out")
+    leaves = [
+        (dx, hf.numpy(leaf.grad)[0], exact),
+        *zip(*map(jax.tree.leaves, (dlayer, want, exact_layer)), strict=True),
+    ]
+    for name, (a, b, c) in zip(names, leaves, strict=True):
         # A_log's and dt_bias's: sums of terms of both signs, in float32 on both sides
-        assert rel(a, b) < (5 if name in ("A_log", "dt_bias") else 1) * TOLERANCE, name
+        factor = 5 if name in ("A_log", "dt_bias") else 1
+        assert rel(a, c) < factor * TOLERANCE, name
+        # PyTorch's float32 gradients are 1e-6 to 4e-5 away from float64, by the processor
+        assert rel(b, c) < factor * 1e-4, name
 
 
 def test_decoding():
