@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 
 import jax
+from jax.extend.core import Primitive
 
 
 def compiled(*static: str) -> Callable[[Callable], Callable]:
@@ -27,3 +28,14 @@ def compiled(*static: str) -> Callable[[Callable], Callable]:
         return call
 
     return decorate
+
+
+def implement(primitive: Primitive, *static: str):
+    """What `primitive` does outside `jax.jit`, with options by the names `static`: it is compiled, as it is inside,
+    even while `jax_disable_jit` is on, since it has no other definition."""
+    run = jax.jit(primitive.bind, static_argnames=static)
+
+    @primitive.def_impl
+    def _(*arrays, **options):
+        with jax.disable_jit(False):
+            return run(*arrays, **options)

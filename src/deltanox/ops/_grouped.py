@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
+from ._compiled import implement
 from ._dtypes import accumulator
 from ._manual import alike, constants
 
@@ -57,8 +58,8 @@ def _block_outer(a, b, group, *, num_groups, ordered):
 
 
 _dot_p, _outer_p = Primitive("block_dot"), Primitive("block_outer")
-_dot_p.def_impl(_block_dot)
-_outer_p.def_impl(_block_outer)
+implement(_dot_p, "flip", "ordered")
+implement(_outer_p, "num_groups", "ordered")
 
 
 @_dot_p.def_abstract_eval

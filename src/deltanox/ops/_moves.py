@@ -9,6 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
+from ._compiled import implement
 from ._dtypes import accumulator
 from ._grouped import batch_size, fold, in_front, numbers_of_each
 from ._manual import alike
@@ -29,7 +30,7 @@ def _move_rows(x, index, back):
 
 
 _move_p = Primitive("move_rows")
-_move_p.def_impl(_move_rows)
+implement(_move_p)
 
 
 @_move_p.def_abstract_eval

@@ -9,6 +9,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
+from ._compiled import implement
+
 
 def _product(x, weight):
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
@@ -50,7 +52,7 @@ def weight_gradient(y_bar: Float[Array, "*B O"], x: Float[Array, "*B I"]) -> Flo
 
 
 _term_p = Primitive("linear_weight_term")
-_term_p.def_impl(jax.jit(_product))
+implement(_term_p)
 _term_p.def_abstract_eval(lambda x, weight: jax.make_jaxpr(_product)(x, weight).out_avals[0])
 mlir.register_lowering(_term_p, mlir.lower_fun(_product, multiple_results=False))
 

@@ -24,10 +24,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
-from ._compiled import compiled
+from ._compiled import compiled, implement
 from ._derivatives import no_second_derivative, once_differentiable
 from ._dtypes import inverse_root
-from ._kernels import on_engine
+from ._kernels import launch, on_engine
 from ._manual import alike, constants, result
 from ._product import dot, weight_gradient
 
@@ -121,7 +121,7 @@ _PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "ar
 def _forward(x, z, weight, *, options: Options, interpret: Any):
     size = weight.shape[-1]
     grid, tokens, whole = _blocks(x, size)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_forward_kernel, size=size, eps=options.eps, gate=options.gate),
         grid=grid,
         in_specs=[tokens, tokens, whole],
@@ -137,7 +137,7 @@ def _backward(x, z, weight, dy, *, options: Options, interpret: Any):
     size, length = weight.shape[-1], x.shape[1]
     grid, tokens, whole = _blocks(x, size)
     kernel = functools.partial(_backward_kernel, size=size, eps=options.eps, gate=options.gate, length=length)
-    return pl.pallas_call(
+    return launch(
         kernel,
         grid=grid,
         in_specs=[tokens, tokens, whole, tokens],
@@ -254,7 +254,7 @@ def _tangent(*arrays, options: Options):
 
 
 _tangent_p = Primitive("gated_norm_projection_tangent")
-_tangent_p.def_impl(jax.jit(_tangent, static_argnames="options"))
+implement(_tangent_p, "options")
 _tangent_p.def_abstract_eval(
     lambda *arrays, options: jax.make_jaxpr(functools.partial(_tangent, options=options))(*arrays).out_avals[0]
 )

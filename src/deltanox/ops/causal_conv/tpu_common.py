@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from .._kernels import launch
+
 LANES = 128
 HALO = 8  # tokens kept beside a tile: a register's height, and no less than the widest convolution's past
 TRIP = 256  # tokens a trip of the loop over a tile, at most
@@ -174,7 +176,7 @@ class Step(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A launch: arguments of `pl.pallas_call` by name, in order."""
+    """A launch: arguments of `launch` by name, in order."""
 
     grid: tuple
     arrays: dict  # name: (array, its block)
@@ -186,7 +188,7 @@ class Call(NamedTuple):
         """Launch `kernel(refs by name)`; its outputs."""
         names = (*self.arrays, *self.outputs, *self.scratch)
         order = list(self.arrays), list(self.outputs)
-        return pl.pallas_call(
+        return launch(
             lambda *refs: kernel(dict(zip(names, refs))),
             grid=self.grid,
             in_specs=[block for _, block in self.arrays.values()],

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._kernels import launch
 from .._manual import result
 from .tiling import CHUNK, Tiling
 from .tpu_columns import Moves, in_one_array
@@ -297,7 +298,7 @@ def backward(
             run([x.at[0] for x in xs], [x.at[0] for x in x_bars])
 
     gate = result(g.shape, jnp.float32, g)
-    *x_bars, g_bar, rate_bar, state_bar = pl.pallas_call(
+    *x_bars, g_bar, rate_bar, state_bar = launch(
         kernel,
         grid=(batch, steps, tiles),
         in_specs=[

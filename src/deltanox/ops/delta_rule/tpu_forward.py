@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._kernels import launch
 from .._manual import result
 from .tiling import CHUNK, Tiling
 from .tpu_common import (
@@ -172,7 +173,7 @@ def forward(
         kept = iter(refs[8:])
         body(*refs[:8], next(kept) if keep else None, next(kept) if keep_u else None, carry)
 
-    out, final, *kept = pl.pallas_call(
+    out, final, *kept = launch(
         kernel,
         grid=(batch, steps, tiles),
         in_specs=[columns(q, tiling.key_heads), columns(k, tiling.key_heads), columns(v, heads), row, row, whole],
