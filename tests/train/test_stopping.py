@@ -40,6 +40,15 @@ from deltanox.train._signals import StopRequest, TrainingStopped, fatal_interrup
 from tiny_model import make_tiny
 from tiny_run import make_text, run, steps, tiny_config
 
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's own handler, also where the tests run in the background, with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 VALUES = dict(steps=12, checkpoint_every=0, validate_every=4, validation_batches=1)
 
 

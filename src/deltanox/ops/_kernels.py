@@ -133,16 +133,30 @@ def folded(launch: Callable) -> Callable:
     return mapped
 
 
-def symbolic(*arrays) -> bool:
-    """Whether a size of an array is a symbol."""
-    return any(is_symbolic_dim(size) for x in jax.tree.leaves(arrays) for size in x.shape)
+def kernel_or(xla: Callable, kernel: Callable) -> Callable:
+    """`kernel`, but `xla` where a size is a symbol of `jax.export`, which kernels cannot be compiled with: in the arrays,
+    or in an axis that `jax.vmap` has taken away."""
+
+    @custom_vmap
+    def either(*arrays):
+        symbolic = any(is_symbolic_dim(size) for x in jax.tree.leaves(arrays) for size in x.shape)
+        return (xla if symbolic else kernel)(*arrays)
+
+    @either.def_vmap
+    def rule(size: Any, batched: Any, *arrays):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+        maps = (jax.vmap(f, axes) for f in (xla, kernel))
+        out = jax.vmap(xla, axes)(*arrays) if is_symbolic_dim(size) else kernel_or(*maps)(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return either
 
 
 def on_engine(engine: str, op: str, xla: Callable, kernel: Callable, *arrays):
-    """One pass on the engine that was asked for; of "auto", the kernel where a TPU is compiled for, and XLA's code where
-    a size is a symbol (`jax.export`), which kernels cannot be compiled with."""
-    if engine == "xla" or (engine == "auto" and symbolic(*arrays)):
+    """One pass on the engine that was asked for; of "auto", the kernel where a TPU is compiled for."""
+    if engine == "xla":
         return xla(*arrays)
     if engine == "pallas":
         return folded(by_platform(kernel, op))(*arrays)
-    return jax.lax.platform_dependent(*arrays, tpu=folded(partial(kernel, interpret=False)), default=xla)
+    compiled = kernel_or(xla, folded(partial(kernel, interpret=False)))
+    return jax.lax.platform_dependent(*arrays, tpu=compiled, default=xla)

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 
 def describe(x: Any) -> str:
@@ -122,6 +123,12 @@ def require_array(op: str, name: str, x: Any, axes: str, *, kind: str = "floatin
         f"but it is {describe(x)}: {'add or remove axes' if exact else 'add the missing axes'}, "
         f"or map the extra ones with jax.vmap",
     )
+    for letter, size in zip(reversed(letters), reversed(x.shape)):
+        require(
+            letter.startswith("*") or not is_symbolic_dim(size),
+            f"{op}: the axis {letter} of `{name}` must be a number, but it is the symbol {size}: export a program for "
+            "each size of it; axes in front (the batch) may be symbols",
+        )
 
 
 def require_choice(op: str, name: str, value: Any, choices: tuple) -> None:

@@ -131,8 +131,9 @@ def _over_blocks(step, carry, head: Float[Array, "N D"], block_size: int):
     full = size // block_size
 
     def body(carry, index):
-        rows = jax.lax.dynamic_slice(head, (index * block_size, 0), (block_size, width))
-        return step(carry, rows, index * block_size)
+        first = index * block_size
+        rows = jax.lax.dynamic_slice(head, (first, jnp.zeros_like(first)), (block_size, width))
+        return step(carry, rows, first)
 
     carry, outs = jax.lax.scan(body, carry, jnp.arange(full, dtype=jnp.int32))
     last = None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._derivatives import once_differentiable
-from .._kernels import symbolic
+from .._kernels import kernel_or
 from .._manual import constants
 from . import tpu
 from .shifted import place, preactivation, row, shifted, since_boundary, tap
@@ -94,9 +94,9 @@ def xla_backward(x, weight, bias, past, boundary, mask, activation, dy):
 
 def _run(engine: Engine, xla: Callable, kernels: Callable, *arrays):
     """One pass on the engine's side: of "auto", the kernels where it is compiled for a TPU."""
-    if engine == "auto" and not symbolic(*arrays):
+    if engine == "auto":
         compiled = partial(kernels, by=lambda kernel, _: partial(kernel, interpret=False))
-        return jax.lax.platform_dependent(*arrays, tpu=compiled, default=xla)
+        return jax.lax.platform_dependent(*arrays, tpu=kernel_or(xla, compiled), default=xla)
     return (kernels if engine == "pallas" else xla)(*arrays)
 
 

@@ -94,12 +94,14 @@ def budget() -> int:
 
 
 def choose(kernel: str, p: Problem) -> Tiling:
-    """As many heads a step as fit the budget and a loop's body."""
+    """As many heads a step as fit the budget and a loop's body, and whole lanes of each array or all of it."""
     if kernel == "backward":
         chunks = p.every
     else:  # a tile holds whole groups of `every` chunks, or a group whole tiles
         chunks = 2 if p.length > CHUNK and (p.every == 1 or p.every % 2 == 0) else 1
     ratio = p.heads // p.key_heads
-    options = [Tiling(n, chunks) for n in range(1, p.key_heads + 1) if p.key_heads % n == 0]
+    counts = [n for n in range(1, p.key_heads + 1) if p.key_heads % n == 0]
+    whole = [n for n in counts if n * p.key_size % 128 == n * ratio * p.value_size % 128 == 0 or n == p.key_heads]
+    options = [Tiling(n, chunks) for n in whole]
     fitting = [x for x in options if x.key_heads * ratio <= MOST_HEADS[kernel] and vmem_bytes(kernel, x, p) <= budget()]
     return max(fitting, key=lambda x: x.key_heads, default=options[0])

@@ -51,10 +51,12 @@ def _columns(inputs: Inputs, state, options: Options) -> tuple[Columns, Columns,
     arrays = inputs.arrays
     if inputs.mask is not None:  # masked values, NaN included, go no further
         arrays = tuple(jnp.where(inputs.mask.reshape(*inputs.mask.shape, *[1] * (x.ndim - 2)), x, 0) for x in arrays)
-    if len(arrays) == 1:
+    ends = h * key_size, 2 * h * key_size
+    if len(arrays) == 1 and h * key_size % 128 == heads * value_size % 128 == 0:
         q = k = v = arrays[0]
-        starts = 0, h * key_size, 2 * h * key_size
-    else:
+        starts = 0, *ends
+    else:  # columns that begin amid the lanes are cut by XLA: a copy
+        arrays = jnp.split(arrays[0], ends, axis=2) if len(arrays) == 1 else arrays
         q, k, v = (x.reshape(*x.shape[:2], -1) for x in arrays)
         starts = 0, 0, 0
     sizes = (h, key_size), (h, key_size), (heads, value_size)

@@ -90,10 +90,10 @@ def _kernel(
         start, written = gate.start.T, (gate.end * gate.rate).T
         keys_t = [split(x.k.T, parts.keys) for x in keys]
 
-        @pl.when(i % every == 0)
+        @pl.when(jax.lax.rem(i, every) == 0)
         def _():
             for h in of:
-                running[h] = states_ref[0, i // every, h].astype(jnp.float32)
+                running[h] = states_ref[0, jax.lax.div(i, every), h].astype(jnp.float32)
 
         state = [running[h] for h in of]
         met = [product(keys[h // ratio].keys, split(state[h], parts.state)) for h in of]

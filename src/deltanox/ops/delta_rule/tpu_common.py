@@ -37,7 +37,11 @@ def column_block(x: Columns, heads: int, tile: int, pad: int, index: Callable) -
     `pad` tokens too many."""
     width = heads * x.size
     block = (pl.Element(1), pl.Element(tile, (0, pad)), pl.Element(width))
-    return pl.BlockSpec(block, lambda b, j, t: (b, index(t) * tile, x.start + j * width))
+
+    def place(b, j, t):  # all heads at once may be less than the lanes' multiple, which j's column must be
+        return b, index(t) * tile, x.start + (0 if heads == x.heads else j * width)
+
+    return pl.BlockSpec(block, place)
 
 
 def as_rows(x: Float[Array, "B H T"], steps: int, pad: int) -> Float[Array, "B steps heads padded"]:
@@ -82,6 +86,12 @@ def product(xs: tuple[Array, ...], ys: tuple[Array, ...], dims: tuple[int, int] 
     pairs = [(x, y) for i, x in enumerate(xs) for j, y in enumerate(ys) if i + j < max(len(xs), len(ys))]
     x, y = (jnp.concatenate(parts, axis=dim) if len(pairs) > 1 else parts[0] for parts, dim in zip(zip(*pairs), dims))
     return jax.lax.dot_general(x, y, numbers, preferred_element_type=jnp.float32)
+
+
+def over(x: Array, size: int) -> Array:
+    """x // size for x ≥ 0. `//` itself asks for the sign, whose code depends on the chip, which `jax.export` does not
+    name."""
+    return jax.lax.div(x, jnp.int32(size))
 
 
 def iotas(size: int) -> tuple[Array, Array]:
@@ -171,9 +181,9 @@ def inverse(ms: list[Array], parts: int | None, *, blocks: int = 1) -> list[Arra
     line = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, size), 0)
 
     def diagonal(m):
-        out = jnp.where(lane // BLOCK == 0, m[:BLOCK], 0.0)
+        out = jnp.where(over(lane, BLOCK) == 0, m[:BLOCK], 0.0)
         for i in range(1, size // BLOCK):
-            out = jnp.where(lane // BLOCK == i, m[i * BLOCK : (i + 1) * BLOCK], out)
+            out = jnp.where(over(lane, BLOCK) == i, m[i * BLOCK : (i + 1) * BLOCK], out)
         return out
 
     def rows(x, first, width):
@@ -185,21 +195,23 @@ def inverse(ms: list[Array], parts: int | None, *, blocks: int = 1) -> list[Arra
         return jnp.concatenate([x[i : i + width] for i in half for x in (even, odd)], axis=0)
 
     compact = [diagonal(m) for m in ms]
-    eye = jnp.where(lane % BLOCK == line, 1.0, 0.0)
+    eye = jnp.where(jax.lax.rem(lane, jnp.int32(BLOCK)) == line, 1.0, 0.0)
     tops, bottoms = [eye[:half]] * len(ms), [eye[half:]] * len(ms)  # the upper rows are done first
     for j in range(BLOCK - 1):
-        index = ((lane // BLOCK) * BLOCK + j)[:half]
+        index = (over(lane, BLOCK) * BLOCK + j)[:half]
         lines = [t[j : j + 1] if j < half else b[j - half : j - half + 1] for t, b in zip(tops, bottoms)]
         if j < half - 1:
             tops = [t - jnp.take_along_axis(c[:half], index, axis=1) * x for t, c, x in zip(tops, compact, lines)]
         bottoms = [b - jnp.take_along_axis(c[half:], index, axis=1) * x for b, c, x in zip(bottoms, compact, lines)]
     ts = [jnp.concatenate(pair, axis=0) for pair in zip(tops, bottoms)]
     fulls = [
-        jnp.where(row // BLOCK == column // BLOCK, jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0) for t in ts
+        jnp.where(over(row, BLOCK) == over(column, BLOCK), jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0)
+        for t in ts
     ]
     width = BLOCK
     while blocks * width < size:
-        corner = rows((row // (2 * width) == column // (2 * width)) & (row // width > column // width), 1, width)
+        pair = over(row, 2 * width) == over(column, 2 * width)
+        corner = rows(pair & (over(row, width) > over(column, width)), 1, width)
         splits = [split(full, parts) for full in fulls]
         lowers = [split(jnp.where(corner, rows(m, 1, width), 0.0), parts) for m in ms]
         middles = [split(product(x, y), parts) for x, y in zip(lowers, splits)]

@@ -86,10 +86,10 @@ def _kernel(
                 u_ref[0, i, h] = inverses[h].astype(u_ref.dtype)
         if states_ref is not None:
 
-            @pl.when((tile * chunks + i) % every == 0)
+            @pl.when(jax.lax.rem(tile * chunks + i, every) == 0)
             def _():
                 for h in of:
-                    states_ref[0, i // every, h] = state[h].astype(states_ref.dtype)
+                    states_ref[0, jax.lax.div(i, every), h] = state[h].astype(states_ref.dtype)
 
         keys_t = [split(x.k.T, parts.keys) for x in keys]
         for h in of:
@@ -155,7 +155,9 @@ def forward(
         chunks = -(-length // CHUNK)
         count = max(tiling.chunks // every, 1)
         repeat = max(every // tiling.chunks, 1)
-        out_specs.append(pl.BlockSpec((1, count, heads, q.size, v.size), lambda b, j, t: (b, t // repeat, j, 0, 0)))
+        out_specs.append(
+            pl.BlockSpec((1, count, heads, q.size, v.size), lambda b, j, t: (b, jax.lax.div(t, repeat), j, 0, 0))
+        )
         out_shape.append(result((batch, -(-chunks // every), v.heads, q.size, v.size), kept_dtype, state))
     if keep_u:
         out_specs.append(
