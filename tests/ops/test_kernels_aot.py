@@ -70,6 +70,11 @@ def test_kernels_compile_and_fit(topology, heads, T):
     assert report.kernel_calls == {"gdn_forward": 1, "gdn_backward": 1}
 
 
+@pytest.mark.parametrize("topology, heads, K, V", [("v6e", (1, 2), 64, 128), ("tpu7x", (3, 3), 64, 64)])
+def test_columns_that_begin_amid_the_lanes(topology, heads, K, V):
+    assert gradient(topology, *heads, T=300, K=K, V=V).kernel_calls == {"gdn_forward": 1, "gdn_backward": 1}
+
+
 def test_bundles():
     """Bundles a head-chunk on tpu7x, in loops of constant length; the bars were 206 and 800."""
     if importlib.metadata.version("libtpu") != "0.0.52":

@@ -134,8 +134,8 @@ def folded(launch: Callable) -> Callable:
 
 
 def kernel_or(xla: Callable, kernel: Callable) -> Callable:
-    """`kernel`, but `xla` where a size is a symbol of `jax.export`, which kernels cannot be compiled with: a size of the
-    arrays, or of an axis that `jax.vmap` maps over."""
+    """`kernel`, but `xla` where a size is a symbol of `jax.export`, which kernels cannot be compiled with: a size of
+    the arrays, or of an axis that `jax.vmap` maps over."""
 
     @custom_vmap
     def either(*arrays):

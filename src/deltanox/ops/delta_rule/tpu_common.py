@@ -204,10 +204,8 @@ def inverse(ms: list[Array], parts: int | None, *, blocks: int = 1) -> list[Arra
             tops = [t - jnp.take_along_axis(c[:half], index, axis=1) * x for t, c, x in zip(tops, compact, lines)]
         bottoms = [b - jnp.take_along_axis(c[half:], index, axis=1) * x for b, c, x in zip(bottoms, compact, lines)]
     ts = [jnp.concatenate(pair, axis=0) for pair in zip(tops, bottoms)]
-    fulls = [
-        jnp.where(over(row, BLOCK) == over(column, BLOCK), jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0)
-        for t in ts
-    ]
+    same_block = over(row, BLOCK) == over(column, BLOCK)
+    fulls = [jnp.where(same_block, jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0) for t in ts]
     width = BLOCK
     while blocks * width < size:
         pair = over(row, 2 * width) == over(column, 2 * width)
