@@ -272,12 +272,15 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
                 f"needs {wanted.dtype.name}{list(wanted.shape)}: {_MISMATCH}"
             )
         value = jnp.array(array)  # a copy: the file's bytes go, and a step may overwrite what it is given
-        if keys.get(name) != (impl := _key_impl(leaf)):
+        if name in keys:
+            with contextlib.suppress(ValueError, TypeError):  # no such implementation, or of keys of another size
+                value = jax.random.wrap_key_data(value, impl=keys[name])
+        if value.dtype != leaf.dtype:
             raise ValueError(
-                f"checkpoint: in `{folder}` the array `{name}` is of PRNG {keys.get(name)}, this run needs {impl}: "
-                f"{_MISMATCH}"
+                f"checkpoint: in `{folder}` the array `{name}` is of {keys.get(name, 'no')} keys, this run needs "
+                f"{leaf.dtype}: {_MISMATCH}"
             )
-        return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+        return value
 
     tree = jax.tree_util.tree_map_with_path(restore, like)
     unused = [] if prefix else sorted(stored.keys() - used)
@@ -295,18 +298,13 @@ def _plain(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _key_impl(leaf) -> str | None:
-    """The implementation of PRNG keys, None for other arrays."""
-    return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
-
-
 def _arrays(tree: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The arrays of a tree by the path to them, and the implementation of those that are PRNG keys."""
     arrays, keys = {}, {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        if (impl := _key_impl(leaf)) is not None:
-            keys[name] = impl
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            keys[name] = str(jax.random.key_impl(leaf))
         # 0-d arrays stay 0-d: `ascontiguousarray` would make them one-dimensional
         arrays[name] = np.asarray(jax.device_get(_plain(leaf)), order="C")
     return arrays, keys
