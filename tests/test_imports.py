@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "src" / "deltanox"
 
 # ops <- nn <- models <- train, interop, generate <- tools, cli; below all of them, what has no room
 RANK = {
-    "_types": 0, "_console": 0, "_oserror": 0, "ops": 1, "precision": 1, "remat": 1, "sharding": 2, "nn": 2,
+    "_types": 0, "_console": 0, "_oserror": 0, "_read": 0, "ops": 1, "precision": 1, "remat": 1, "sharding": 2, "nn": 2,
     "models": 3, "train": 4, "interop": 4, "generate": 4, "tools": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
 

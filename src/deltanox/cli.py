@@ -202,7 +202,9 @@ def _train(arguments: argparse.Namespace) -> int:
         config = read_config(arguments.config, arguments.set)
         name = find_config(arguments.config).stem
     elif arguments.resume is not None:
-        config = config_from_dict(apply_overrides(find_checkpoint(arguments.resume).record["config"], arguments.set))
+        config = config_from_dict(
+            apply_overrides(find_checkpoint(arguments.resume).field("config", dict), arguments.set)
+        )
         name = ""
     else:
         raise ValueError(

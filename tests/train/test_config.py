@@ -146,7 +146,7 @@ def test_wrong_files(tmp_path):
     with pytest.raises(ValueError, match="there is no file"):
         read_config(tmp_path / "none.toml", model_type=TinyConfig)
     (tmp_path / "bad.toml").write_text("a = ")
-    with pytest.raises(ValueError, match="not a TOML file"):
+    with pytest.raises(ValueError, match="bad.toml` is no TOML"):
         read_config(tmp_path / "bad.toml", model_type=TinyConfig)
     (tmp_path / "none.toml").write_text("")
     with pytest.raises(ValueError, match=r"no section \[model\]"):

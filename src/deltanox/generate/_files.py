@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from .._oserror import safetensors_errors
+from .._read import parse_json
 from ..models import HybridLM, HybridState
 from ..ops._validate import require
 
@@ -57,7 +58,9 @@ def load_state(file: str | Path, model: HybridLM) -> HybridState:
         metadata.get("format") == _KIND, f"load_state: `{file}` is no state that save_state wrote; give one that is"
     )
     skeleton = _check_arrays("load_state", f"`{file}`", {name: _kind(x) for name, x in arrays.items()}, model)
-    theirs, ours = json.loads(metadata[_WEIGHTS]), _samples(model)
+    where = f"load_state: the samples of the weights in `{file}`"
+    theirs = parse_json(metadata.get(_WEIGHTS, ""), where, "write it again with save_state")
+    ours = _samples(model)
     other = next((name for name in ours if ours[name] != theirs.get(name)), None)
     require(
         other is None,

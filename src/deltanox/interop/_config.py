@@ -1,10 +1,10 @@
 """`config.json` to the config of a model, and back."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._read import field, member, read_json as read_table
 from ..models import Qwen3_5Config, Qwen3NextConfig
 from ..ops._validate import require
 
@@ -25,6 +25,10 @@ _SPARSE = {
 }  # fmt: skip
 _NEXT = {"norm_topk_prob": "norm_topk_prob"}
 
+_KIND_OF = {"eps": float, "norm_topk_prob": bool}  # of the others: int
+_REMEDY = f"add it, or take the {CONFIG} that was released with the weights"
+_CORRECT = f"correct it, or take the {CONFIG} that was released with the weights"
+
 _DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 _SPARSE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 _TYPES = (*_DENSE_TYPES, *_SPARSE_TYPES, "qwen3_next")
@@ -42,18 +46,13 @@ def read_json(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
     **Raises:** `ValueError` where there is none, or it is no JSON object.
     """
-    path = folder / name
+    path = member(folder, name)
     require(
         path.is_file(),
         f"{name}: there is no file `{path}`; give the folder of a Hugging Face checkpoint, with {CONFIG} and "
         "safetensors",
     )
-    try:
-        raw = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{name}: `{path}` is not JSON: {error}; fetch it again") from None
-    require(isinstance(raw, dict), f"{name}: `{path}` must hold one object, but it holds a {type(raw).__name__}")
-    return raw
+    return read_table(path, "fetch it again")
 
 
 def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5Config:
@@ -66,9 +65,9 @@ def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5
 
     **Raises:** `ValueError` for another `model_type`, a field that is missing, and what the models don't compute.
     """
-    kind = _get(raw, "model_type")
+    kind = _get(raw, "model_type", str)
     require(kind in _TYPES, f"{CONFIG}: `model_type` must be one of {', '.join(map(repr, _TYPES))}, but it is {kind!r}")
-    text = _get(raw, "text_config") if kind in ("qwen3_5", "qwen3_5_moe") else raw
+    text = _get(raw, "text_config", dict) if kind in ("qwen3_5", "qwen3_5_moe") else raw
     for name, allowed in _FIXED.items():
         for table in (raw, text):
             value = table.get(name, allowed[0])
@@ -78,11 +77,10 @@ def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5
                 f"{str(value)[:60]}",
             )
     names = _SIZES | (_DENSE if kind in _DENSE_TYPES else _SPARSE) | (_NEXT if kind == "qwen3_next" else {})
-    values = {ours: _get(text, theirs) for ours, theirs in names.items()}
-    values["tied_head"] = (
-        raw["tie_word_embeddings"] if "tie_word_embeddings" in raw else _get(text, "tie_word_embeddings")
-    )
-    gate = text.get("output_gate_type", "silu")
+    values = {ours: _get(text, theirs, _KIND_OF.get(ours, int)) for ours, theirs in names.items()}
+    # the model with images asks the outer table, that of text alone its own: transformers has a class for either
+    values["tied_head"] = _get(raw if "tie_word_embeddings" in raw else text, "tie_word_embeddings", bool)
+    gate = _get(text, "output_gate_type", str, "silu")
     values["output_gate"] = "silu" if gate == "swish" else gate
     values["full_attention_interval"] = _interval(text)
     values |= _rotary(text, images=kind != "qwen3_next")
@@ -90,18 +88,15 @@ def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5
     return make(**values, mtp_head=mtp_head)
 
 
-def _get(table: Mapping[str, Any], name: str) -> Any:
-    require(
-        name in table,
-        f"{CONFIG}: there is no `{name}`: add it, or take the {CONFIG} that was released with the weights",
-    )
-    return table[name]
+def _get(table: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
+    remedy = _CORRECT if name in table else _REMEDY
+    return field(CONFIG, table, name, kind, remedy=remedy, **({"default": default[0]} if default else {}))
 
 
 def _interval(text: Mapping[str, Any]) -> int:
-    kinds, depth = text.get("layer_types"), _get(text, "num_hidden_layers")
+    kinds, depth = _get(text, "layer_types", list[str] | None, None), _get(text, "num_hidden_layers", int)
     if kinds is None:
-        return _get(text, "full_attention_interval")
+        return _get(text, "full_attention_interval", int)
     interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
     periodic = ["linear_attention" if interval and (i + 1) % interval else "full_attention" for i in range(len(kinds))]
     require(
@@ -113,26 +108,32 @@ def _interval(text: Mapping[str, Any]) -> int:
 
 
 def _rotary(text: Mapping[str, Any], *, images: bool) -> dict[str, Any]:
-    rope = text.get("rope_parameters")
-    if rope is None:  # transformers 4 has theta and fraction beside, and what else there is in `rope_scaling`
-        rope = {name: text[name] for name in ("rope_theta", "partial_rotary_factor") if name in text}
-        rope |= text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    # as transformers 5 reads it: `rope_scaling`, the name in transformers 4, comes before `rope_parameters`; theta and
+    # fraction are taken from beside the table where the table has none
+    rope = _get(text, "rope_scaling", dict | None, None) or _get(text, "rope_parameters", dict | None, None) or {}
+    layers = [name for name in ("linear_attention", "full_attention") if name in rope]
+    require(
+        not layers,
+        f"{CONFIG}: the rotary positions must be one table for all layers, but there is one of {', '.join(layers)}: "
+        "write what it holds in `rope_parameters` itself",
+    )
+    kind = _get(rope, "rope_type" if "rope_type" in rope else "type", str, "default")
     require(
         kind in ("default", "mrope"),
         f"{CONFIG}: the rotary positions must be of type 'default', but `rope_type` is {kind!r}: scaled positions are "
         "not there yet; remove the scaling to use the model within its trained length",
     )
-    if "partial_rotary_factor" not in rope and "partial_rotary_factor" in text:
-        rope = {**rope, "partial_rotary_factor": text["partial_rotary_factor"]}
-    sections = rope.get("mrope_section") if images else None
+    theta, fraction = (
+        _get(rope if name in rope else text, name, float) for name in ("rope_theta", "partial_rotary_factor")
+    )
+    sections = _get(rope, "mrope_section", list[int] | None, None) if images else None
     require(
         sections is None or rope.get("mrope_interleaved", True) is True,
         f"{CONFIG}: `mrope_interleaved` must be true, but it is {rope.get('mrope_interleaved')!r}",
     )
     return {
-        "rope_theta": _get(rope, "rope_theta"),
-        "rotary_fraction": _get(rope, "partial_rotary_factor"),
+        "rope_theta": theta,
+        "rotary_fraction": fraction,
         "mrope_sections": None if sections is None else tuple(sections),
     }
 

@@ -12,6 +12,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from .._oserror import naming
+from .._read import field, member, parse_json, read_json
 from ..generate._files import permissions_of_a_new_file
 from ..ops._validate import require
 
@@ -58,15 +59,12 @@ class Checkpoint:
             )
 
     def _open_shards(self) -> None:
-        try:
-            where = json.loads((self.folder / INDEX).read_bytes())["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"load: `{self.folder / INDEX}` has no table `weight_map`, so it is damaged; fetch it again"
-            ) from None
+        index = member(self.folder, INDEX)
+        table = read_json(index, "fetch it again")
+        where = field(f"load: `{index}`", table, "weight_map", dict[str, str], remedy="fetch it again")
         for file in sorted(set(where.values())):
             require(
-                (self.folder / file).is_file(),
+                member(self.folder, file).is_file(),
                 f"load: the shard `{self.folder / file}` is missing, which `{INDEX}` lists; fetch it again",
             )
             self._open(file)
@@ -84,7 +82,7 @@ class Checkpoint:
         )
 
     def _open(self, file: str) -> None:
-        path = self.folder / file
+        path = member(self.folder, file)
         try:
             with safetensors.safe_open(path, "numpy"):
                 pass
@@ -92,7 +90,7 @@ class Checkpoint:
             raise ValueError(f"load: `{path}` is cut short or damaged ({error}); fetch it again") from None
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length), f"load: the header of `{path}`", "fetch it again")
             self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         for name, entry in header.items():
             if name != "__metadata__":

@@ -1,5 +1,6 @@
 """A checkpoint's folder to a model."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def load(
         f"load: `{folder}` has no `mtp.*` tensors, but `mtp` is True: leave it at None, which loads them if there are",
     )
     config = config_from_hf(raw, mtp_head=with_mtp and mtp is not False)
+    _check_sizes(checkpoint, config)
     stored = DTYPES.get(checkpoint.tensors[names("embed_tokens.weight")].dtype, np.dtype("f4"))
     skeleton = make_skeleton(config, stored if dtype is None else dtype, **options)
     found = places(config, skeleton, Layout.of_names(checkpoint.tensors))
@@ -71,6 +73,19 @@ def load(
         filled[place.path] = _array(checkpoint, names, place, where)
     model = jax.tree_util.tree_map_with_path(lambda path, _: filled[jax.tree_util.keystr(path)], skeleton)
     return model, config
+
+
+def _check_sizes(checkpoint: Checkpoint, config: Qwen3_5Config) -> None:
+    """No size is larger than all that the checkpoint holds, or the model's shapes would take for ever to be made."""
+    shapes = [size for tensor in checkpoint.tensors.values() for size in tensor.shape]
+    largest = max([len(checkpoint.tensors), *shapes])
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        require(
+            not isinstance(value, int) or value <= largest,
+            f"load: `{entry.name}` must be at most {largest}, the largest size in `{checkpoint.folder}`, but by "
+            f"config.json it is {value}: correct config.json",
+        )
 
 
 def make_skeleton(config: Qwen3_5Config, dtype: DTypeLike, **options: Any) -> HybridLM:

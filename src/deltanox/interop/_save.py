@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._oserror import safetensors_errors
+from .._read import member
 from ..models import HybridLM, Qwen3_5Config
 from ..ops._validate import describe, require
 from ._config import CONFIG, config_to_hf, read_json
@@ -81,6 +82,11 @@ def save(
         written = _with_dtype(read_json(source.folder), dtype)
     written = _with_end(written, end_token)
 
+    copied = [] if source is None else [
+        member(source.folder, path.name)
+        for path in sorted(source.folder.iterdir())
+        if path.suffix in _COPIED and path.name not in (CONFIG, INDEX) and path.is_file()
+    ]  # fmt: skip
     tensors = _tensors(model, config, skeleton, names, layout, source, dtype)
     others: dict[str, np.ndarray] = {}
     if source is not None:
@@ -89,10 +95,8 @@ def save(
 
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, tensors, others, shard_bytes)
-    if source is not None:
-        for path in sorted(source.folder.iterdir()):
-            if path.suffix in _COPIED and path.name not in (CONFIG, INDEX) and path.is_file():
-                shutil.copyfile(path, folder / path.name)
+    for path in copied:
+        shutil.copyfile(path, folder / path.name)
     write_json(folder / CONFIG, written)  # last: without it the folder is no checkpoint
 
 

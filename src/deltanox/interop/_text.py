@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._read import member, shown
 from ..generate import Sampler, make_key, stream
 from ..models import HybridLM
 from ..ops._validate import require
@@ -30,7 +31,7 @@ class Text(NamedTuple):
         **Raises:** `ValueError` for a folder without `tokenizer.json`, or if the package is missing.
         """
         folder = Path(folder)
-        text = Text.read(folder / TOKENIZER)
+        text = Text.read(member(folder, TOKENIZER))
         return text._replace(stop_tokens=end_tokens(folder, text.tokenizer))
 
     @staticmethod
@@ -46,7 +47,9 @@ class Text(NamedTuple):
         except ImportError:
             raise ValueError(f"tokenizer: `{path}` needs the package tokenizers: pip install 'deltanox[hf]'") from None
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_str(path.read_text("utf-8-sig"))
+        except OSError:
+            raise
         except Exception as error:  # what the package raises is of no narrower kind
             raise ValueError(f"tokenizer: `{path}` is no tokenizer: {error}; fetch it again") from None
         tokenizer.no_truncation()
@@ -131,12 +134,12 @@ def _tokens(value: Any, tokenizer: Any, field: str) -> list[int]:
         return []
     if isinstance(value, list):
         return [token for one in value for token in _tokens(one, tokenizer, field)]
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32:
         return [value]
     name = value.get("content") if isinstance(value, Mapping) else value
     require(
         isinstance(name, str),
-        f"{field} must be a token, by id or by name, or a list of such, but there is {value!r}; correct the file",
+        f"{field} must be a token, by id or by name, or a list of such, but there is {shown(value)}; correct the file",
     )
     token = tokenizer.token_to_id(name)
     return [] if token is None else [token]  # a name that the tokenizer doesn't know is none of the model's tokens

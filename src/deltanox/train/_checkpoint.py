@@ -25,6 +25,7 @@ import safetensors
 from safetensors.numpy import save
 
 from deltanox._oserror import expand_home, naming
+from deltanox._read import field, read_json
 
 Tree = TypeVar("Tree")
 
@@ -54,6 +55,15 @@ class Checkpoint(NamedTuple):
 
     folder: Path
     record: dict[str, Any]
+
+    def field(self, name: str, kind: Any, **default: Any) -> Any:
+        """What the record says in a field, "data.text" for one in a table.
+
+        **Raises**: `ValueError` where it is missing or of another kind.
+        """
+        return field(
+            f"checkpoint: `{self.folder / _RECORD}`", self.record, name, kind, remedy=_remedy(self.folder), **default
+        )
 
 
 class NonFinite(ValueError):
@@ -187,7 +197,7 @@ def _remedy(folder: Path) -> str:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        record = json.loads((folder / _RECORD).read_bytes())
+        record = read_json(folder / _RECORD, "")
     except PermissionError:
         raise
     except (OSError, ValueError):
@@ -195,7 +205,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
             f"checkpoint: `{folder}` has no readable {_RECORD}, so it is damaged or of another program; "
             f"{_remedy(folder)}"
         ) from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if record.get("format") != FORMAT:
         raise ValueError(f"checkpoint: `{folder}` was not written by deltanox; give a folder of `deltanox train`")
     if record.get("version") not in (1, VERSION):
         raise ValueError(
@@ -207,9 +217,10 @@ def _read_record(folder: Path) -> dict[str, Any]:
             f"checkpoint: `{folder / _RECORD}` was changed after it was written: its hash is not the recorded one; "
             f"undo the change, or {_remedy(folder)}"
         )
-    if (match := _NAME.fullmatch(folder.name)) and record.get("step") != int(match[1]):
+    step = Checkpoint(folder, record).field("step", int)
+    if (match := _NAME.fullmatch(folder.name)) and step != int(match[1]):
         raise ValueError(
-            f"checkpoint: `{folder}` holds step {record.get('step')!r}, not that of its name; give it the name it had, "
+            f"checkpoint: `{folder}` holds step {step}, not that of its name; give it the name it had, "
             f"or {_remedy(folder)}"
         )
     return record
@@ -225,19 +236,21 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
     **Raises**: `ValueError` for an incomplete or damaged file, and for arrays whose names, shapes or dtypes do not
     match.
     """
-    folder, record = checkpoint
+    folder = checkpoint.folder
+    size, sha256 = checkpoint.field("arrays.bytes", int), checkpoint.field("arrays.sha256", str)
+    keys = checkpoint.field("keys", dict[str, str])
     try:
         data = (folder / _ARRAYS).read_bytes()
     except PermissionError:
         raise
     except OSError:
         raise ValueError(f"checkpoint: `{folder}` has no {_ARRAYS}; {_remedy(folder)}") from None
-    if len(data) != record["arrays"]["bytes"]:
+    if len(data) != size:
         raise ValueError(
             f"checkpoint: `{folder / _ARRAYS}` is truncated or foreign: it has {len(data)} bytes instead of "
-            f"{record['arrays']['bytes']}; {_remedy(folder)}"
+            f"{size}; {_remedy(folder)}"
         )
-    if hashlib.sha256(data).hexdigest() != record["arrays"]["sha256"]:
+    if hashlib.sha256(data).hexdigest() != sha256:
         raise ValueError(
             f"checkpoint: `{folder / _ARRAYS}` is damaged: its hash is not the recorded one; {_remedy(folder)}"
         )
@@ -259,7 +272,15 @@ def load_arrays(checkpoint: Checkpoint, like: Tree, *, prefix: str = "") -> Tree
                 f"needs {wanted.dtype.name}{list(wanted.shape)}: {_MISMATCH}"
             )
         value = jnp.array(array)  # a copy: the file's bytes go, and a step may overwrite what it is given
-        return jax.random.wrap_key_data(value, impl=record["keys"][name]) if name in record["keys"] else value
+        if name in keys:
+            with contextlib.suppress(ValueError, TypeError):  # no such implementation, or of keys of another size
+                value = jax.random.wrap_key_data(value, impl=keys[name])
+        if value.dtype != leaf.dtype:
+            raise ValueError(
+                f"checkpoint: in `{folder}` the array `{name}` is of {keys.get(name, 'no')} keys, this run needs "
+                f"{leaf.dtype}: {_MISMATCH}"
+            )
+        return value
 
     tree = jax.tree_util.tree_map_with_path(restore, like)
     unused = [] if prefix else sorted(stored.keys() - used)

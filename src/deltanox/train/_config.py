@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deltanox._read import read_toml, shown
 from deltanox._types import Implementation
 from deltanox.ops import Residuals
 from deltanox.precision import Precision
@@ -53,11 +54,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, model_type: 
     **Raises**: `ValueError` for a file that is missing or no TOML, unknown sections and keys, and wrong values.
     """
     path = find_config(path)
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: `{path}` is not a TOML file: {error}") from None
-    return config_from_dict(apply_overrides(table, overrides), model_type=model_type)
+    return config_from_dict(apply_overrides(read_toml(path), overrides), model_type=model_type)
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -134,9 +131,8 @@ _FREE = frozenset(
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The settings that differ between two results of `config_to_dict` and matter to the parameters, as sentences."""
     # a run of an earlier version lacks the settings that came later
-    added = {name: {field.name: field.default for field in dataclasses.fields(_SECTIONS[name])} for name in _OFTEN}
-    old = {**old, **{name: added[name] | old.get(name, {}) for name in _OFTEN}}
-    a, b = dict(_flatten(old)), dict(_flatten(new))
+    added = {f"{name}.{field.name}": field.default for name in _OFTEN for field in dataclasses.fields(_SECTIONS[name])}
+    a, b = added | dict(_flatten(old)), dict(_flatten(new))
     missing = object()
     return [
         f"{name} was {a.get(name, 'missing')!r} and is {b.get(name, 'missing')!r}"
@@ -160,7 +156,7 @@ def _override(table: dict[str, Any], override: str) -> None:
         raise ValueError(f"--set: write section.key=value, such as train.steps=100, but it is `{override}`")
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()
     if len(keys) == 2:
         table = table.setdefault(keys[0], {})
@@ -234,7 +230,9 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if len(inner) != len(value):
             raise ValueError(f"config: {name} must be a list of {len(inner)} values, but it is {value!r}")
         return tuple(_convert(name, item, kind) for item, kind in zip(value, inner))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint in (int, float) and type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError(f"config: {name} must be {_KINDS[hint]} of 64 bits, but it is {shown(value)}")
+    if hint is float and type(value) is int:
         return float(value)
     if hint in _KINDS and type(value) is not hint:
         raise ValueError(f"config: {name} must be {_KINDS[hint]}, but it is {value!r}")

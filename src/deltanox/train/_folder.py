@@ -36,7 +36,10 @@ def find_run(resume: str | Path) -> Checkpoint:
             "delete the newer checkpoints first"
         )
     path = checkpoint.folder.parent.parent / RUN_ID
-    here, written = path.read_text("utf-8", "replace").strip() if path.exists() else "", checkpoint.record.get("run")
+    here, written = (
+        path.read_text("utf-8", "replace").strip() if path.exists() else "",
+        checkpoint.field("run", str | None, default=None),
+    )
     if here and here != written:
         raise ValueError(
             f"checkpoint: `{checkpoint.folder}` belongs to another run than `{path.parent}` (its number is {written}, "
@@ -119,7 +122,7 @@ def beside(path: Path) -> Path:
 
 def identify(directory: Path, checkpoint: Checkpoint | None) -> str | None:
     """The number of a run, new or that of its checkpoint, written into the run's folder if it is not there."""
-    run = secrets.token_hex(8) if checkpoint is None else checkpoint.record.get("run")
+    run = secrets.token_hex(8) if checkpoint is None else checkpoint.field("run", str | None, default=None)
     path = directory / RUN_ID
     if run is not None and (checkpoint is None or not path.exists()):
         with naming(path):
@@ -129,9 +132,8 @@ def identify(directory: Path, checkpoint: Checkpoint | None) -> str | None:
 
 def save_frozen(directory: Path, frozen: Any) -> str:
     """Write the arrays that are not trained, once a run, and return their hash."""
-    return find_checkpoint(save_checkpoint(directory / FROZEN, frozen, 0, {}, keep=1, finite=True)).record["arrays"][
-        "sha256"
-    ]
+    folder = save_checkpoint(directory / FROZEN, frozen, 0, {}, keep=1, finite=True)
+    return find_checkpoint(folder).field("arrays.sha256", str)
 
 
 def load_frozen(checkpoint: Checkpoint, like: Tree) -> Tree:
@@ -142,7 +144,7 @@ def load_frozen(checkpoint: Checkpoint, like: Tree) -> Tree:
     if like is None:
         return like
     found = find_checkpoint(checkpoint.folder.parent.parent / FROZEN)
-    if found.record["arrays"]["sha256"] != checkpoint.record.get("frozen"):
+    if found.field("arrays.sha256", str) != checkpoint.field("frozen", str):
         raise ValueError(
             f"checkpoint: `{found.folder}` does not hold the weights that `{checkpoint.folder}` changes; put back the "
             "folder `frozen` of that run"
@@ -165,9 +167,9 @@ def run_vocabulary(config: Config, checkpoint: Checkpoint | None) -> Vocabulary:
                 f"{config.model.vocab_size}: give the model's own tokenizer, or a model at least as large"
             )
         return found
-    known = checkpoint.record["data"]["tokenizer"]
-    found = read_vocabulary(checkpoint.folder.parent.parent / TOKENIZER, end=known["end"])
-    if found.sha256 != known["sha256"]:
+    end, sha256 = checkpoint.field("data.tokenizer.end", int), checkpoint.field("data.tokenizer.sha256", str)
+    found = read_vocabulary(checkpoint.folder.parent.parent / TOKENIZER, end=end)
+    if found.sha256 != sha256:
         raise ValueError(
             f"checkpoint: the tokenizer in `{found.folder}` is not the one that `{checkpoint.folder}` was written "
             "with; put that back"

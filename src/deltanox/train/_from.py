@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from deltanox._read import member
 from deltanox.interop import TOKENIZER, config_from_hf, load, read_json
 from deltanox.interop._files import Checkpoint
 from deltanox.interop._names import Names
@@ -38,7 +39,7 @@ def start_from(folder: str | Path, config: Config) -> tuple[Config, Callable[[Co
     sizes = config_from_hf(raw, mtp_head=further)
     data = config.data
     if (folder / TOKENIZER).is_file():
-        data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
+        data = dataclasses.replace(data, tokenizer=str(member(folder, TOKENIZER)))
     elif not data.tokenizer:
         check_is_bytes(folder, sizes.vocab_size, remedy=", or set data.tokenizer")
     family = "qwen3_next" if isinstance(sizes, Qwen3NextConfig) else "qwen3_5"

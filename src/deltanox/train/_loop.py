@@ -124,16 +124,30 @@ def train(
         checkpoint = None if resume is None else stack.enter_context(resumed_run(resume))
         if checkpoint is not None:
             _check_resumption(checkpoint, config, say)
-            text = text or checkpoint.record["data"]["text"]
+            text = text or checkpoint.field("data.text", list[str])
         return _train(
             config, [expand_home(path) for path in text], checkpoint, name, make_model, sample, say, progress, stack
         )
 
 
+def data_position(checkpoint: Checkpoint) -> DataPosition:
+    """Where a run was in its data.
+
+    **Raises**: `ValueError` for a record that does not say so.
+    """
+    position = checkpoint.field("data.position", list[int])
+    if len(position) != 2 or min(position) < 0:
+        raise ValueError(
+            f"checkpoint: `{checkpoint.folder}` must say two numbers of at least 0 in `data.position`, but it says "
+            f"{position[:4]}: resume from another checkpoint"
+        )
+    return DataPosition(*position)
+
+
 def _check_resumption(checkpoint: Checkpoint, config: Config, say: Callable[[str], None]) -> None:
     """Refuse another config than the run's, but for more steps after all of them were done; say what else changed."""
-    old, new = checkpoint.record["config"], config_to_dict(config)
-    was, now, step = old["train"]["steps"], config.train.steps, checkpoint.record["step"]
+    old, new = checkpoint.field("config", dict), config_to_dict(config)
+    was, now, step = checkpoint.field("config.train.steps", int), config.train.steps, checkpoint.field("step", int)
     if step == was < now:
         old = old | {"train": old["train"] | {"steps": now}}
     if changed := differences(old, new):
@@ -187,7 +201,7 @@ def _train(
     if checkpoint is not None:
         frozen = load_frozen(checkpoint, state.frozen)
         state = load_arrays(checkpoint, state._replace(frozen=None))._replace(frozen=frozen)
-        position, first_step = DataPosition(*checkpoint.record["data"]["position"]), checkpoint.record["step"]
+        position, first_step = data_position(checkpoint), checkpoint.field("step", int)
 
     epoch_steps = data.batches_per_epoch / config.train.accumulation
     tokens = "" if vocabulary.text is None else f" ({data.corpus.num_tokens / 1e6:.2f} M tokens)"
@@ -204,7 +218,7 @@ def _train(
     if vocabulary.text is not None:
         in_data["tokenizer"] = {"sha256": vocabulary.sha256, "end": vocabulary.end}
     if checkpoint is not None and state.frozen is not None:
-        record["frozen"] = checkpoint.record["frozen"]
+        record["frozen"] = checkpoint.field("frozen", str)
 
     def save(step: int) -> None:
         try:
@@ -319,7 +333,7 @@ def _read(
     """Training and validation documents, the fingerprint of all, and a sentence that says how they are used."""
     documents = read_documents(text) if text else standard_library()
     text_hash = fingerprint(documents)
-    if checkpoint is not None and checkpoint.record["data"]["fingerprint"] != text_hash:
+    if checkpoint is not None and checkpoint.field("data.fingerprint", str) != text_hash:
         raise ValueError(
             f"checkpoint: `{checkpoint.folder}` was written on other text than what is under "
             f"{', '.join(map(str, text)) or 'the standard library'} now; give that text with --text, or start a new run"

@@ -68,7 +68,7 @@ def diverged(what: str, step: int, directory: Path) -> TrainingDiverged:
     """The error of a run whose numbers are no longer finite at `step`."""
     left = find_checkpoint(directory)
     remedy = "a lower optimiser.learning_rate, a longer warm-up or a smaller optimiser.clip_norm"
-    if left.record["step"] >= step:
+    if left.field("step", int) >= step:
         return TrainingDiverged(
             f"{what} at step {step}; its checkpoint `{left.folder}` is of finite numbers, but of no use: start a run "
             f"with {remedy}"

@@ -39,12 +39,12 @@ def load_parameters(directory: str | Path) -> tuple[HybridLM, Config]:
 def load_vocabulary(directory: str | Path) -> Vocabulary:
     """What the text of a run is made of."""
     checkpoint = find_checkpoint(directory)
-    return run_vocabulary(config_from_dict(checkpoint.record["config"]), checkpoint)
+    return run_vocabulary(config_from_dict(checkpoint.field("config", dict)), checkpoint)
 
 
 def _load(checkpoint: Checkpoint) -> tuple[HybridLM, Config]:
     """The model as it was trained, low-rank changes beside the weights."""
-    config = config_from_dict(checkpoint.record["config"])
+    config = config_from_dict(checkpoint.field("config", dict))
 
     def make(key):
         return adapt(config.precision.cast_parameters(default_model(config, key)), config.lora, key=key)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from deltanox._read import member, read_json as read_table
 from deltanox.interop import GENERATION, TOKENIZER, TOKENIZER_CONFIG, Text, check_text, end_token, end_tokens, read_json
 from deltanox.train._documents import Document
 
@@ -62,7 +63,7 @@ class Vocabulary(NamedTuple):
         if self.folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
-                source = self.file if name == TOKENIZER and self.file is not None else self.folder / name
+                source = self.file if name == TOKENIZER and self.file is not None else member(self.folder, name)
                 if source.is_file():
                     (folder / name).unlink(missing_ok=True)  # may be read-only, as Hugging Face's cache is
                     shutil.copyfile(source, folder / name)
@@ -75,7 +76,7 @@ class Vocabulary(NamedTuple):
             return
         name = self.text.tokenizer.id_to_token(self.end)
         path = folder / TOKENIZER
-        whole = json.loads(path.read_text("utf-8"))
+        whole = read_table(path, "fetch it again")
         processors = [*_of_offsets(whole.get("post_processor")), _begin_with(name, self.end)]
         whole["post_processor"] = {"type": "Sequence", "processors": processors}
         path.write_text(json.dumps(whole, ensure_ascii=False), "utf-8")
@@ -152,7 +153,7 @@ def read_vocabulary(path: str | Path, *, name: str = "", end: int | None = None)
     **Raises**: `ValueError` for a file that is missing or no tokenizer, and if no end token is known, or one that the
     tokenizer doesn't have.
     """
-    path = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
+    path = member(Path(path), TOKENIZER) if Path(path).is_dir() else Path(path)
     text = Text.read(path)
     tokenizer = text.tokenizer
     if name:
@@ -166,7 +167,7 @@ def read_vocabulary(path: str | Path, *, name: str = "", end: int | None = None)
                 f"data.end_token: give the token that ends a document, such as '<|endoftext|>': no file beside "
                 f"`{path}` names one"
             )
-    if tokenizer.id_to_token(end) is None:
+    if not 0 <= end < 2**32 or tokenizer.id_to_token(end) is None:
         raise ValueError(
             f"data.end_token: the files beside `{path}` name token {end}, which the tokenizer doesn't have; give the "
             "model's own tokenizer, or data.end_token"
