@@ -94,6 +94,7 @@ def test_sampling(getkey, model):
     assert 0 < drawn.statistics.accepted < drawn.statistics.drafted
 
 
+@pytest.mark.slow
 def test_unstacked_and_after_a_state(model):
     flat = model.unstack()
     prompt = PROMPTS[0] + PROMPTS[2]

@@ -45,7 +45,9 @@ def summed(alone):
     return (total([g[0] for g in alone]), *stack([g[1:] for g in alone]))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW or n == "model" else ()) for n in CASES]
+)
 def test_vmap_of_grad_and_grad_of_vmap(name):
     f, params, xs = CASES[name]()
     loss, argnums = gradients(f, xs)

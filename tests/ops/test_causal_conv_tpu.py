@@ -204,6 +204,7 @@ def test_vmap_is_folded_into_the_batch(getkey, small_tiles, weights):
     assert set(re.findall(r"grid=\((\d+, \d+, \d+)\)", text)) == {"1, 6, 2"}
 
 
+@pytest.mark.slow
 @pytest.mark.all_passes
 @pytest.mark.parametrize("T, C", [(161, 256), (256, 128)])
 def test_memory_errors_of_kernels(getkey, monkeypatch, small_tiles, T, C):
@@ -348,6 +349,7 @@ def check_compiled(rows):
         assert float(temporary) < (1.1 if packing == "True" else 0.1), (topology, dtype, packing)
 
 
+@pytest.mark.slow
 def test_compiles_for_a_tpu():
     rows = compiled_for("tpu7x:2x2x1", "some")
     assert len(rows) == 2

@@ -87,6 +87,7 @@ def test_bundles():
     assert not any(k.unknown_trips for k in report.kernels)
 
 
+@slow
 @pytest.mark.parametrize(("packed", "forward", "backward"), [(True, 48, 130), (False, 37.4, 107)])
 def test_bundles_of_the_convolution(packed, forward, backward):
     """Of the mixer's channels, W = 4, a state given: what segments cost, and that calls without them pay nothing. The
@@ -118,7 +119,7 @@ def test_bundles_of_the_convolution(packed, forward, backward):
 @pytest.mark.parametrize(
     ("h", "H", "K", "V", "every", "dtype"),
     [
-        (16, 64, 128, 128, 4, "bfloat16"),
+        pytest.param(16, 64, 128, 128, 4, "bfloat16", marks=slow),
         pytest.param(4, 8, 64, 64, 2, "float32", marks=slow),
         pytest.param(4, 8, 256, 128, 1, "bfloat16", marks=slow),
     ],
@@ -150,6 +151,7 @@ def test_a_layer_takes_the_kernels_by_itself():
     assert {"gdn_forward": 1, "gdn_backward": 1}.items() <= report.kernel_calls.items()
 
 
+@slow
 @pytest.mark.parametrize("every", [2, 8])
 def test_memory_of_a_gradient(every):
     """Beside arguments and results: the kept states, and nothing of the tokens' size."""

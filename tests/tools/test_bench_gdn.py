@@ -60,6 +60,7 @@ def test_a_trace_without_events_of_a_device_tells_no_time(tmp_path):
     assert _measure.device_seconds(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_whole_step(capsys, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(
