@@ -4,6 +4,7 @@
 experts and the head. The delta rule has its own `precision`; the convolution and the norms have no products.
 """
 
+import functools
 import importlib.util
 import os
 import re
@@ -82,10 +83,11 @@ def check_values(name, under):
 
 
 QUICK = ("convolution, pallas", "norm and projection, auto", "cross entropy in blocks", "experts", "RMSNorm")
-NAMES = [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES]
+LONG = [slow, pytest.mark.exhaustive]
+NAMES = [pytest.param(name, marks=() if name in QUICK else LONG) for name in CASES]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES])
 def test_values_with_64_bits(name, setting):
     def under(f, args):
         setting("jax_enable_x64", True)
@@ -113,6 +115,23 @@ def test_values_while_nans_are_looked_for(name, setting):
     check_values(name, under)
 
 
+def report(dtype):
+    """Of the gradients of a mixer on a TPU."""
+    layer = jax.eval_shape(
+        lambda key: GatedDeltaNet(
+            128, num_key_heads=1, num_value_heads=2, key_head_size=128, value_head_size=128, dtype=dtype, key=key
+        ),
+        jax.random.key(0),
+    )
+    return aot.compile(
+        jax.grad(lambda layer, x: layer(x)[0].astype("float32").sum()),
+        layer, jax.ShapeDtypeStruct((256, 128), dtype), topology="v6e",
+    )  # fmt: skip
+
+
+plain_report = functools.cache(report)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
     reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
@@ -122,7 +141,7 @@ def test_values_while_nans_are_looked_for(name, setting):
     [
         ("bfloat16", {"jax_enable_x64": True, "jax_default_matmul_precision": "highest"}),
         *(
-            pytest.param(dtype, {option: value}, marks=slow)
+            pytest.param(dtype, {option: value}, marks=LONG)
             for dtype in ("bfloat16", "float32")
             for option, value in [
                 ("jax_enable_x64", True),
@@ -135,23 +154,10 @@ def test_values_while_nans_are_looked_for(name, setting):
 )
 def test_kernels_compiled_for_a_tpu(dtype, settings, setting):
     """The kernels of the mixer, and the same numbers of instructions as without the settings."""
-    layer = jax.eval_shape(
-        lambda key: GatedDeltaNet(
-            128, num_key_heads=1, num_value_heads=2, key_head_size=128, value_head_size=128, dtype=dtype, key=key
-        ),
-        jax.random.key(0),
-    )
-
-    def report():
-        return aot.compile(
-            jax.grad(lambda layer, x: layer(x)[0].astype("float32").sum()),
-            layer, jax.ShapeDtypeStruct((256, 128), dtype), topology="v6e",
-        )  # fmt: skip
-
-    want = report()
+    want = plain_report(dtype)
     for option, value in settings.items():
         setting(option, value)
-    got = report()
+    got = report(dtype)
     assert set(got.kernel_calls) == {
         "gdn_forward", "gdn_backward", "conv_forward", "conv_backward", "gated_norm_backward"
     }  # fmt: skip

@@ -129,6 +129,7 @@ PACKINGS = [*((x, "float32") for x in ("", "ids", "mask", "ids mask")), ("ids ma
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("T", "W", "packing", "dtype"),
     # every length and every packing with every width: a third of the product, which takes 25 minutes

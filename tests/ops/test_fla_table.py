@@ -35,12 +35,15 @@ def rows(*table, columns):
         named = dict(zip(columns, row))
         size, name = named["B"] * named["T"] * named["H"] * named["D"], "-".join(map(str, row))
         marks = [pytest.mark.slow] if size > 5e4 else []
+        marks += [pytest.mark.exhaustive] if size > 5e5 else []
         for dtype in DTYPES if size < 5e5 else DTYPES[i % 2 :][:1]:
             dtype_name = jnp.dtype(dtype).name
             parameters.append(pytest.param("xla", named, dtype, id=f"{name}-{dtype_name}", marks=marks))
             if named["D"] in (64, 128) and size < 1.1e6:
                 slow = pytest.mark.slow
-                parameters.append(pytest.param("pallas", named, dtype, id=f"kernels-{name}-{dtype_name}", marks=slow))
+                parameters.append(
+                    pytest.param("pallas", named, dtype, id=f"kernels-{name}-{dtype_name}", marks=[*marks[1:], slow])
+                )
     return parameters
 
 

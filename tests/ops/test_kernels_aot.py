@@ -60,8 +60,8 @@ def per_head_chunk(report, name, H, T):
         ("v5e", (16, 64), 1024),
         ("tpu7x", (1, 1), 1000),
         ("v6e", (16, 48), 1024),
-        *(pytest.param(c, h, 65536, marks=slow) for c in CHIPS for h in HEADS),
-        *(pytest.param(c, HEADS[-1], 8192, marks=slow) for c in CHIPS),
+        *(pytest.param(c, HEADS[-1], t, marks=slow) for c in CHIPS for t in (8192, 65536)),
+        *(pytest.param(c, h, 65536, marks=[slow, pytest.mark.exhaustive]) for c in CHIPS for h in HEADS[:-1]),
         pytest.param("v4", (16, 64), 8192, marks=slow),
     ],
 )

@@ -63,9 +63,12 @@ def test_a_batch_shares_the_blocks():
     check(gradient("tiny", 64, "v5e", batch=2), "tiny", 128)
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e", "v6e", "tpu7x"])
-@pytest.mark.parametrize("T", [1, 2, 8, 17, 8192])
+@pytest.mark.parametrize("T", [1, 2, 8, 17, pytest.param(8192, marks=EXHAUSTIVE)])
 def test_tiny(T, topology):
     check(gradient("tiny", T, topology), "tiny", T)
 
@@ -74,8 +77,11 @@ def test_tiny(T, topology):
 @pytest.mark.parametrize(
     "size, T, topology",
     [
-        ("80B-A3B", 1, "v5e"), ("80B-A3B", 8, "v6e"), ("35B-A3B", 1, "tpu7x"), ("35B-A3B", 512, "v6e"),
-        ("122B-A10B", 8, "v6e"), ("397B-A17B", 8, "tpu7x"),
+        ("80B-A3B", 1, "v5e"), ("35B-A3B", 512, "v6e"), ("397B-A17B", 8, "tpu7x"),
+        *(
+            pytest.param(*row, marks=EXHAUSTIVE)
+            for row in (("80B-A3B", 8, "v6e"), ("35B-A3B", 1, "tpu7x"), ("122B-A10B", 8, "v6e"))
+        ),
     ],
 )  # fmt: skip
 def test_released_sizes(size, T, topology):

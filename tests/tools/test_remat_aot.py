@@ -1,5 +1,6 @@
 """What policies of names do in programs compiled for a TPU: kernels run once or twice, bytes go where they are sent."""
 
+import functools
 import importlib.util
 import os
 
@@ -96,7 +97,9 @@ def test_offload_under_the_newer_implementation_of_checkpoints():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["device", "offload", "input"])
+@pytest.mark.parametrize(
+    "name", ["device", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("offload", "input"))]
+)
 def test_memory_grows_with_the_depth_as_predicted(name):
     # so long that activations are most of the memory, and XLA's copies of the weights little
     (four, predicted), (eight, _) = (compiled(depth, POLICIES[name], length=65536) for depth in (4, 8))
@@ -116,10 +119,16 @@ CONFIG = dict(
 )  # fmt: skip
 
 
+@functools.cache
+def everything_saved():
+    """The report of `CONFIG`, which two tests compare with others."""
+    return compile_config(config_from_dict(CONFIG))
+
+
 @pytest.mark.slow
 def test_the_table_of_a_config_changes_what_is_compiled():
-    tables = [{}, dict(remat={}), dict(remat=dict(policy="kernels")), dict(remat=dict(mlp="offload", gdn="device"))]
-    reports = [compile_config(config_from_dict(CONFIG | table)) for table in tables]
+    tables = [dict(remat={}), dict(remat=dict(policy="kernels")), dict(remat=dict(mlp="offload", gdn="device"))]
+    reports = [everything_saved(), *(compile_config(config_from_dict(CONFIG | table)) for table in tables)]
     assert [r.kernel_calls["gdn_forward"] for r in reports] == [1, 2, 1, 1]
     everything, nothing, kernels, mlp = reports
     assert nothing.temporary_bytes < kernels.temporary_bytes < everything.temporary_bytes
@@ -130,12 +139,14 @@ def test_the_table_of_a_config_changes_what_is_compiled():
 @pytest.mark.slow
 def test_the_record_of_a_config_is_what_is_compiled():
     """With all saved, a state every 16 chunks takes an eighth of the states at every second."""
-    dense, sparse = (compile_config(config_from_dict(CONFIG | dict(residuals=dict(states_every=n)))) for n in (2, 16))
+    assert config_from_dict(CONFIG).residuals.states_every == 2
+    dense, sparse = everything_saved(), compile_config(config_from_dict(CONFIG | dict(residuals=dict(states_every=16))))
     states = 2 * 2 * 4096 // 128 * 128 * 128 * 4  # two rows of two layers, one head each
     assert dense.temporary_bytes - sparse.temporary_bytes >= 0.9 * states * 7 / 8
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_offload_inside_the_loops_of_a_training_step():
     """Gradients are accumulated in a loop around the stack's."""
     config = config_from_dict(CONFIG | dict(remat=dict(gdn="offload"), train=dict(steps=4, accumulation=2)))

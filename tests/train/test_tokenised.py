@@ -320,6 +320,7 @@ def test_fine_tune_resume_generate_convert(checkpoint, capsys, lora):
     capsys.readouterr()
 
     assert main(["convert", "run", "out"]) == 0
+    capsys.readouterr()
     model, config = load("out")
     assert config == run_config.model
     same(model, trained)
