@@ -159,7 +159,7 @@ def _kernel(eqn: Any, platform: str) -> Count:
     body = count(eqn.params["jaxpr"], platform=platform).times(steps)
     moved = 0
     for block in mapping.block_mappings:
-        aval = block.transformed_block_aval
+        aval: Any = getattr(block, "transformed_block_aval", None) or block.block_aval  # before JAX 0.12.1, and since
         if str(getattr(aval, "memory_space", "")).lower() in ("any", "hbm"):
             # the kernel copies from it what it wants; the whole array is our guess
             notes.add(f"{name}: an operand that stays in HBM counts as read or written once")
