@@ -1,6 +1,6 @@
 """Files that others wrote, JSON and TOML: whatever is in them, an error is one sentence that names the file.
 
-table = read_json(path, "fetch it again")                                   # a file to a table
+table = read_json_file(path, "fetch it again")                              # a file to a table
 files = field(f"`{path}`", table, "weight_map", dict[str, str], remedy="fetch it again")   # a field of its kind
 """
 
@@ -22,7 +22,7 @@ _KINDS = {
 _REQUIRED: Any = object()
 
 
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_json_file(path: Path, remedy: str) -> dict[str, Any]:
     """The table in a JSON file, in UTF-8 (also with a byte order mark), UTF-16 or UTF-32.
 
     **Raises:** `ValueError` for what is no JSON, no table, or nested too deep; `OSError` for what cannot be read.
@@ -31,14 +31,14 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def parse_json(data: bytes | str, where: str, remedy: str) -> dict[str, Any]:
-    """As `read_json`, of a file's bytes; `where` is what the sentence calls them."""
+    """As `read_json_file`, of a file's bytes; `where` is what the sentence calls them."""
     return _table(json.loads, data, where, "JSON", remedy)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The table in a TOML file, in UTF-8, also with a byte order mark.
 
-    **Raises:** as `read_json`.
+    **Raises:** as `read_json_file`.
     """
     return _table(lambda data: tomllib.loads(data.decode("utf-8-sig")), path.read_bytes(), f"`{path}`", "TOML", "")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._read import field, member, read_json as read_table
+from .._read import field, member, read_json_file
 from ..models import Qwen3_5Config, Qwen3NextConfig
 from ..ops._validate import require
 
@@ -52,7 +52,7 @@ def read_json(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         f"{name}: there is no file `{path}`; give the folder of a Hugging Face checkpoint, with {CONFIG} and "
         "safetensors",
     )
-    return read_table(path, "fetch it again")
+    return read_json_file(path, "fetch it again")
 
 
 def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5Config:
@@ -80,7 +80,7 @@ def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5
     values = {ours: _get(text, theirs, _KIND_OF.get(ours, int)) for ours, theirs in names.items()}
     # the model with images asks the outer table, that of text alone its own: transformers has a class for either
     values["tied_head"] = _get(raw if "tie_word_embeddings" in raw else text, "tie_word_embeddings", bool)
-    gate = _get(text, "output_gate_type", str, "silu")
+    gate = _get(text, "output_gate_type", str, default="silu")
     values["output_gate"] = "silu" if gate == "swish" else gate
     values["full_attention_interval"] = _interval(text)
     values |= _rotary(text, images=kind != "qwen3_next")
@@ -88,13 +88,12 @@ def config_from_hf(raw: Mapping[str, Any], *, mtp_head: bool = False) -> Qwen3_5
     return make(**values, mtp_head=mtp_head)
 
 
-def _get(table: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    remedy = _CORRECT if name in table else _REMEDY
-    return field(CONFIG, table, name, kind, remedy=remedy, **({"default": default[0]} if default else {}))
+def _get(table: Mapping[str, Any], name: str, kind: Any, **default: Any) -> Any:
+    return field(CONFIG, table, name, kind, remedy=_CORRECT if name in table else _REMEDY, **default)
 
 
 def _interval(text: Mapping[str, Any]) -> int:
-    kinds, depth = _get(text, "layer_types", list[str] | None, None), _get(text, "num_hidden_layers", int)
+    kinds, depth = _get(text, "layer_types", list[str] | None, default=None), _get(text, "num_hidden_layers", int)
     if kinds is None:
         return _get(text, "full_attention_interval", int)
     interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
@@ -110,14 +109,15 @@ def _interval(text: Mapping[str, Any]) -> int:
 def _rotary(text: Mapping[str, Any], *, images: bool) -> dict[str, Any]:
     # as transformers 5 reads it: `rope_scaling`, the name in transformers 4, comes before `rope_parameters`; theta and
     # fraction are taken from beside the table where the table has none
-    rope = _get(text, "rope_scaling", dict | None, None) or _get(text, "rope_parameters", dict | None, None) or {}
+    tables = (_get(text, name, dict | None, default=None) for name in ("rope_scaling", "rope_parameters"))
+    rope = next(filter(None, tables), {})
     layers = [name for name in ("linear_attention", "full_attention") if name in rope]
     require(
         not layers,
         f"{CONFIG}: the rotary positions must be one table for all layers, but there is one of {', '.join(layers)}: "
         "write what it holds in `rope_parameters` itself",
     )
-    kind = _get(rope, "rope_type" if "rope_type" in rope else "type", str, "default")
+    kind = _get(rope, "rope_type" if "rope_type" in rope else "type", str, default="default")
     require(
         kind in ("default", "mrope"),
         f"{CONFIG}: the rotary positions must be of type 'default', but `rope_type` is {kind!r}: scaled positions are "
@@ -126,7 +126,7 @@ def _rotary(text: Mapping[str, Any], *, images: bool) -> dict[str, Any]:
     theta, fraction = (
         _get(rope if name in rope else text, name, float) for name in ("rope_theta", "partial_rotary_factor")
     )
-    sections = _get(rope, "mrope_section", list[int] | None, None) if images else None
+    sections = _get(rope, "mrope_section", list[int] | None, default=None) if images else None
     require(
         sections is None or rope.get("mrope_interleaved", True) is True,
         f"{CONFIG}: `mrope_interleaved` must be true, but it is {rope.get('mrope_interleaved')!r}",

@@ -12,7 +12,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from .._oserror import naming
-from .._read import field, member, parse_json, read_json
+from .._read import field, member, parse_json, read_json_file
 from ..generate._files import permissions_of_a_new_file
 from ..ops._validate import require
 
@@ -60,7 +60,7 @@ class Checkpoint:
 
     def _open_shards(self) -> None:
         index = member(self.folder, INDEX)
-        table = read_json(index, "fetch it again")
+        table = read_json_file(index, "fetch it again")
         where = field(f"load: `{index}`", table, "weight_map", dict[str, str], remedy="fetch it again")
         for file in sorted(set(where.values())):
             require(

@@ -34,6 +34,7 @@ def apply_linear(layer: eqx.nn.Linear | LoRALinear, x: Float[Array, "*B I"]) -> 
     """y = x Wᵀ over the last axis, in x's dtype. Of a `LoRALinear`, x Wᵀ + (alpha / rank) (x downᵀ) upᵀ.
 
     One product for the whole sequence, with the tokens in rows: no transpose of the weight or of the tokens is made.
+    It has the precision of `jax_default_matmul_precision`.
 
     **Arguments:** `layer`: a linear layer without bias; `x`: its inputs along the last axis.
 

@@ -51,14 +51,14 @@ def _lower(context, *arrays, jaxpr, interpret):
     if len(context.module_context.platforms) == 1:
         raise NotImplementedError(f"a TPU kernel cannot be compiled for {', '.join(platforms)}")
 
-    # the part of a program for several platforms that only a TPU reaches
-    def never(*arrays):
+    def never_reached(*arrays):
+        outputs = jaxpr.out_avals
         return [jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype) for x in outputs]
 
-    outputs = jaxpr.out_avals
-    return mlir.lower_fun(never, multiple_results=True)(context, *arrays)
+    return mlir.lower_fun(never_reached, multiple_results=True)(context, *arrays)
 
 
+# twice, so that a program for several platforms has a part for the TPU alone
 mlir.register_lowering(_launch_p, _lower)
 mlir.register_lowering(_launch_p, _lower, platform="tpu")
 

@@ -59,7 +59,8 @@ def causal_attention(
     """out_t = Σ_s softmax_s(scale · q_t·k_s) v_s over the keys s ≤ t + offset of t's segment.
 
     Scores and softmax are evaluated in float32 (float64 for float64 inputs); the weights are rounded to v's dtype for
-    the second product. Query head i reads key head i // (n/m); keys and values are not repeated in memory.
+    the second product. Products have the precision of `jax_default_matmul_precision`. Query head i reads key head
+    i // (n/m); keys and values are not repeated in memory.
 
     **Arguments:**
 

@@ -49,7 +49,8 @@ def cross_entropy(
       `logits` of a single block saved; None saves them. Those of several blocks are always computed again.
 
     **Returns**: the losses [*B T] in float32 (float64 for float64 inputs). Products are accumulated, and the
-    logarithm of the sum of exponentials is taken, in that dtype. A label outside [0, N) in an unmasked place gives
+    logarithm of the sum of exponentials is taken, in that dtype; the products have the precision of
+    `jax_default_matmul_precision`. A label outside [0, N) in an unmasked place gives
     NaN.
 
     **Raises**: `ValueError` for shapes or dtypes that do not fit together, and for a policy that would save the logits

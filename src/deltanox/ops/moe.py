@@ -71,6 +71,7 @@ def expert_mlp(
 
     Tokens are sorted by expert and laid out in blocks of one expert each; the work grows with the tokens and half a
     block an expert, not with tokens times experts. Differentiable in x, weights, gate_up and down, in both modes.
+    Products have the precision of `jax_default_matmul_precision`.
 
     **Arguments:**
 

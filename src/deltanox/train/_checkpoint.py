@@ -25,7 +25,7 @@ import safetensors
 from safetensors.numpy import save
 
 from deltanox._oserror import expand_home, naming
-from deltanox._read import field, read_json
+from deltanox._read import field, read_json_file
 
 Tree = TypeVar("Tree")
 
@@ -197,7 +197,7 @@ def _remedy(folder: Path) -> str:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        record = read_json(folder / _RECORD, "")
+        record = read_json_file(folder / _RECORD, "")
     except PermissionError:
         raise
     except (OSError, ValueError):

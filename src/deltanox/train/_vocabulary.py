@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from deltanox._read import member, read_json as read_table
+from deltanox._read import member, read_json_file
 from deltanox.interop import GENERATION, TOKENIZER, TOKENIZER_CONFIG, Text, check_text, end_token, end_tokens, read_json
 from deltanox.train._documents import Document
 
@@ -76,7 +76,7 @@ class Vocabulary(NamedTuple):
             return
         name = self.text.tokenizer.id_to_token(self.end)
         path = folder / TOKENIZER
-        whole = read_table(path, "fetch it again")
+        whole = read_json_file(path, "fetch it again")
         processors = [*_of_offsets(whole.get("post_processor")), _begin_with(name, self.end)]
         whole["post_processor"] = {"type": "Sequence", "processors": processors}
         path.write_text(json.dumps(whole, ensure_ascii=False), "utf-8")

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 CHUNK = 128  # tokens that a kernel takes at once
+LANES = 128  # of a TPU's registers: the unit of an array's last axis
 MIB = 1 << 20
 # VMEM of a TensorCore by device kind, and what a kernel may use where no mesh names the chip: the least of those that
 # are sold today (v4, with 16 MiB, is given smaller tiles where the mesh names it).
@@ -82,7 +83,7 @@ def spill_bytes(kernel: str, tiling: Tiling, p: Problem) -> int:
 
 
 def _lanes(size: int) -> int:
-    return -(-size // 128) * 128
+    return -(-size // LANES) * LANES
 
 
 def budget() -> int:
@@ -101,7 +102,7 @@ def choose(kernel: str, p: Problem) -> Tiling:
         chunks = 2 if p.length > CHUNK and (p.every == 1 or p.every % 2 == 0) else 1
     ratio = p.heads // p.key_heads
     counts = [n for n in range(1, p.key_heads + 1) if p.key_heads % n == 0]
-    whole = [n for n in counts if n * p.key_size % 128 == n * ratio * p.value_size % 128 == 0 or n == p.key_heads]
+    whole = [n for n in counts if n * p.key_size % LANES == n * ratio * p.value_size % LANES == 0 or n == p.key_heads]
     options = [Tiling(n, chunks) for n in whole]
     fitting = [x for x in options if x.key_heads * ratio <= MOST_HEADS[kernel] and vmem_bytes(kernel, x, p) <= budget()]
     return max(fitting, key=lambda x: x.key_heads, default=options[0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .chunked import RESET, Options
-from .tiling import CHUNK, Problem, budget, choose
+from .tiling import CHUNK, LANES, Problem, budget, choose
 from .tpu_backward import backward
 from .tpu_common import FORGET, PARTS, Columns
 from .tpu_forward import forward
@@ -52,7 +52,7 @@ def _columns(inputs: Inputs, state, options: Options) -> tuple[Columns, Columns,
     if inputs.mask is not None:  # masked values, NaN included, go no further
         arrays = tuple(jnp.where(inputs.mask.reshape(*inputs.mask.shape, *[1] * (x.ndim - 2)), x, 0) for x in arrays)
     ends = h * key_size, 2 * h * key_size
-    if len(arrays) == 1 and h * key_size % 128 == heads * value_size % 128 == 0:
+    if len(arrays) == 1 and h * key_size % LANES == heads * value_size % LANES == 0:
         q = k = v = arrays[0]
         starts = 0, *ends
     else:  # columns that begin amid the lanes are cut by XLA: a copy

@@ -12,9 +12,10 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .tiling import LANES
 from .tpu_common import Columns
 
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 
 
 def in_one_array(parts: tuple[tuple[Columns, int], ...], length: int) -> bool:

@@ -2,7 +2,9 @@ r"""What the forward and the backward TPU kernel share: sizes, products of split
 
 The notation is that of `chunked.py`. A kernel step holds a tile of several chunks for some key heads and the value
 heads that read them; heads stay merged in the feature axis of the arrays in HBM, where a step picks its columns.
-Inside, every stage is written for all heads before the next one, so that they fill each other's latencies.
+Inside, every stage is written for all heads before the next one, so that they fill each other's latencies. Traced
+integers are divided by `jax.lax.div` and `jax.lax.rem`: `//` and `%` ask for the sign, whose code depends on the chip,
+and `jax.export` names none.
 
 Gates come as rows, time along the lanes: [B, H, T] in float32, with resets as a decay of −16,384, padded tokens with
 g = 0 and β = 0. Sums of g over (j, i] are products with triangles of ones, in which each sum adds its own terms only,
@@ -86,12 +88,6 @@ def product(xs: tuple[Array, ...], ys: tuple[Array, ...], dims: tuple[int, int] 
     pairs = [(x, y) for i, x in enumerate(xs) for j, y in enumerate(ys) if i + j < max(len(xs), len(ys))]
     x, y = (jnp.concatenate(parts, axis=dim) if len(pairs) > 1 else parts[0] for parts, dim in zip(zip(*pairs), dims))
     return jax.lax.dot_general(x, y, numbers, preferred_element_type=jnp.float32)
-
-
-def over(x: Array, size: int) -> Array:
-    """x // size for x ≥ 0. `//` itself asks for the sign, whose code depends on the chip, which `jax.export` does not
-    name."""
-    return jax.lax.div(x, jnp.int32(size))
 
 
 def iotas(size: int) -> tuple[Array, Array]:
@@ -179,11 +175,12 @@ def inverse(ms: list[Array], parts: int | None, *, blocks: int = 1) -> list[Arra
     row, column = iotas(size)
     lane = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, size), 1)
     line = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, size), 0)
+    block_of_lane = jax.lax.div(lane, BLOCK)
 
     def diagonal(m):
-        out = jnp.where(over(lane, BLOCK) == 0, m[:BLOCK], 0.0)
+        out = jnp.where(block_of_lane == 0, m[:BLOCK], 0.0)
         for i in range(1, size // BLOCK):
-            out = jnp.where(over(lane, BLOCK) == i, m[i * BLOCK : (i + 1) * BLOCK], out)
+            out = jnp.where(block_of_lane == i, m[i * BLOCK : (i + 1) * BLOCK], out)
         return out
 
     def rows(x, first, width):
@@ -195,21 +192,21 @@ def inverse(ms: list[Array], parts: int | None, *, blocks: int = 1) -> list[Arra
         return jnp.concatenate([x[i : i + width] for i in half for x in (even, odd)], axis=0)
 
     compact = [diagonal(m) for m in ms]
-    eye = jnp.where(jax.lax.rem(lane, jnp.int32(BLOCK)) == line, 1.0, 0.0)
+    eye = jnp.where(jax.lax.rem(lane, BLOCK) == line, 1.0, 0.0)
     tops, bottoms = [eye[:half]] * len(ms), [eye[half:]] * len(ms)  # the upper rows are done first
     for j in range(BLOCK - 1):
-        index = (over(lane, BLOCK) * BLOCK + j)[:half]
+        index = (block_of_lane * BLOCK + j)[:half]
         lines = [t[j : j + 1] if j < half else b[j - half : j - half + 1] for t, b in zip(tops, bottoms)]
         if j < half - 1:
             tops = [t - jnp.take_along_axis(c[:half], index, axis=1) * x for t, c, x in zip(tops, compact, lines)]
         bottoms = [b - jnp.take_along_axis(c[half:], index, axis=1) * x for b, c, x in zip(bottoms, compact, lines)]
     ts = [jnp.concatenate(pair, axis=0) for pair in zip(tops, bottoms)]
-    same_block = over(row, BLOCK) == over(column, BLOCK)
-    fulls = [jnp.where(same_block, jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0) for t in ts]
+    in_block = jax.lax.div(row, BLOCK) == jax.lax.div(column, BLOCK)
+    fulls = [jnp.where(in_block, jnp.concatenate([t] * (size // BLOCK), axis=0), 0.0) for t in ts]
     width = BLOCK
     while blocks * width < size:
-        pair = over(row, 2 * width) == over(column, 2 * width)
-        corner = rows(pair & (over(row, width) > over(column, width)), 1, width)
+        in_pair = jax.lax.div(row, 2 * width) == jax.lax.div(column, 2 * width)
+        corner = rows(in_pair & (jax.lax.div(row, width) > jax.lax.div(column, width)), 1, width)
         splits = [split(full, parts) for full in fulls]
         lowers = [split(jnp.where(corner, rows(m, 1, width), 0.0), parts) for m in ms]
         middles = [split(product(x, y), parts) for x, y in zip(lowers, splits)]
