@@ -12,12 +12,12 @@ import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu is there to compile for TPUs that are not
 # Compiling is what the tests spend their time on. LLVM's optimisations and jaxlib 0.10's fusion emitters are off, since
-# both cost more than they save here. XLA_FLAGS= switches all on, DELTANOX_TEST_EMITTERS=1 the emitters alone.
+# both cost more than they save here. XLA_FLAGS= switches all on.
 FLAGS, EMITTERS = "--xla_backend_optimization_level=0", " --xla_cpu_use_fusion_emitters=false"
 fewer_passes = os.environ.get("XLA_FLAGS", FLAGS) == FLAGS  # pytest-xdist's workers find them set
 if fewer_passes:
     os.environ["XLA_FLAGS"] = FLAGS
-    if importlib.metadata.version("jaxlib").startswith("0.10.") and not os.environ.get("DELTANOX_TEST_EMITTERS"):
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] += EMITTERS
 
 import jax  # noqa: E402 (reads the flags)

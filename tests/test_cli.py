@@ -23,22 +23,9 @@ from deltanox.generate import make_key
 from deltanox.interop import load
 from deltanox.train import BOUNDARY, find_checkpoint, read_log, ready_configs, train
 from deltanox.train._sample import _decode, load_parameters
+from helpers import SMALL_MODEL
 
-CONFIG = """
-[model]
-vocab_size = 257
-embed_size = 16
-num_layers = 2
-full_attention_interval = 2
-mlp_size = 16
-num_key_heads = 1
-num_value_heads = 2
-key_head_size = 8
-value_head_size = 4
-num_heads = 2
-num_kv_heads = 1
-head_size = 8
-tied_head = true
+CONFIG = f"""{SMALL_MODEL}tied_head = true
 [data]
 row_length = 32
 batch_size = 2

@@ -1,6 +1,8 @@
 """Files that others wrote, damaged in every way: the command line answers in one sentence, never with a traceback."""
 
+import contextlib
 import copy
+import io
 import json
 import math
 import shutil
@@ -14,35 +16,22 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import FIXTURES
-from deltanox._read import field, parse_json, read_json, read_toml
+from deltanox._read import field, parse_json, read_json_file, read_toml
 from deltanox.cli import main
 from deltanox.generate import load_state, save_state
-from deltanox.interop import config_from_hf
+from deltanox.interop import config_from_hf, load
 from deltanox.interop._files import Checkpoint
 from deltanox.models import Qwen3_5Config, qwen3_5
 from deltanox.train import config_from_dict, find_checkpoint, load_arrays, save_checkpoint
 from deltanox.train._config import config_to_dict, read_config
 from deltanox.train._loop import data_position
+from helpers import SMALL_MODEL
 from tokenizer import END, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 DEEP = b"[" * 100_000 + b"]" * 100_000
-TOML = """
-implementation = "xla"
-[model]
-vocab_size = 257
-embed_size = 16
-num_layers = 2
-full_attention_interval = 2
-mlp_size = 16
-num_key_heads = 1
-num_value_heads = 2
-key_head_size = 8
-value_head_size = 4
-num_heads = 2
-num_kv_heads = 1
-head_size = 8
-mtp_head = true
+TOML = f"""
+implementation = "xla"{SMALL_MODEL}mtp_head = true
 [precision]
 compute = "float32"
 [data]
@@ -129,9 +118,6 @@ def quickly(examples):
 
 def refuses(*arguments) -> str:
     """What the command line says of wrong input: one sentence, and exit status 2."""
-    import contextlib
-    import io
-
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
         assert main(list(map(str, arguments))) == 2
     assert err.getvalue().startswith("deltanox: ") and "Traceback" not in err.getvalue()
@@ -316,8 +302,6 @@ def test_a_field_of_another_kind(change, sentence):
 
 def test_a_model_larger_than_its_checkpoint(tmp_path):
     """Sizes that no tensor has are refused before anything of them is made."""
-    from deltanox.interop import load
-
     folder = Path(shutil.copytree(FIXTURES / "qwen3_next", tmp_path / "model"))
     raw = json.loads((folder / "config.json").read_text())
     for change in (
@@ -354,7 +338,7 @@ def test_the_reader(tmp_path):
     path = tmp_path / "a.json"
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
         path.write_bytes('{"a": "ä"}'.encode(encoding))
-        assert read_json(path, "") == {"a": "ä"}
+        assert read_json_file(path, "") == {"a": "ä"}
     nested = json.dumps(json.loads('{"a": ' + "[" * 98 + "]" * 98 + "}"))
     assert parse_json(nested, "x", "")["a"]
     with pytest.raises(ValueError, match="^x must be nested at most 100 levels deep, but it is deeper: mend it$"):

@@ -5,8 +5,6 @@ experts and the head. The delta rule has its own `precision`; the convolution an
 """
 
 import functools
-import importlib.util
-import os
 import re
 
 import jax
@@ -15,6 +13,7 @@ import pytest
 
 from deltanox import GatedDeltaNet
 from deltanox.tools import aot
+from helpers import needs_libtpu
 from transformed import CASES, gradients
 
 slow = pytest.mark.slow
@@ -84,10 +83,13 @@ def check_values(name, under):
 
 QUICK = ("convolution, pallas", "norm and projection, auto", "cross entropy in blocks", "experts", "RMSNorm")
 LONG = [slow, pytest.mark.exhaustive]
-NAMES = [pytest.param(name, marks=() if name in QUICK else LONG) for name in CASES]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES])
+def names(*marks):
+    return [pytest.param(name, marks=() if name in QUICK else marks) for name in CASES]
+
+
+@pytest.mark.parametrize("name", names(slow))
 def test_values_with_64_bits(name, setting):
     def under(f, args):
         setting("jax_enable_x64", True)
@@ -96,7 +98,7 @@ def test_values_with_64_bits(name, setting):
     check_values(name, under)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names(*LONG))
 def test_values_without_jit(name, setting):
     def under(f, args):
         setting("jax_disable_jit", True)
@@ -105,7 +107,7 @@ def test_values_without_jit(name, setting):
     check_values(name, under)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names(*LONG))
 def test_values_while_nans_are_looked_for(name, setting):
     def under(f, args):
         setting("jax_debug_nans", True)
@@ -132,10 +134,7 @@ def report(dtype):
 plain_report = functools.cache(report)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
+@needs_libtpu
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [

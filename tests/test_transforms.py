@@ -23,6 +23,7 @@ SLOW = {
     "GatedDeltaNet, auto",
     "GatedDeltaNet, pallas",
     "GatedDeltaNet, recompute",
+    "model",
 }
 
 
@@ -45,9 +46,7 @@ def summed(alone):
     return (total([g[0] for g in alone]), *stack([g[1:] for g in alone]))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW or n == "model" else ()) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_vmap_of_grad_and_grad_of_vmap(name):
     f, params, xs = CASES[name]()
     loss, argnums = gradients(f, xs)
@@ -67,7 +66,7 @@ def test_vmap_of_grad_and_grad_of_vmap(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW and name not in ("rule, xla", "model")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW and name != "rule, xla"])
 def test_every_order_of_vmap_and_grad(name):
     """Two maps with other arguments mapped in each, Jacobians, and maps over cotangents."""
     f, params, xs = CASES[name]()

@@ -28,22 +28,17 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def rows(*table, columns):
-    """pytest parameters: an engine, a row and a dtype; all but the smallest rows, and the kernels, are slow. Rows of
-    more than half a million numbers an array alternate between the dtypes: most of their time is the reference's."""
+    """pytest parameters: an engine and a row; all but the smallest rows, and the kernels, are slow, and rows of more
+    than half a million numbers an array exhaustive: most of their time is the reference's."""
+    slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     parameters = []
-    for i, row in enumerate(table):
+    for row in table:
         named = dict(zip(columns, row))
         size, name = named["B"] * named["T"] * named["H"] * named["D"], "-".join(map(str, row))
-        marks = [pytest.mark.slow] if size > 5e4 else []
-        marks += [pytest.mark.exhaustive] if size > 5e5 else []
-        for dtype in DTYPES if size < 5e5 else DTYPES[i % 2 :][:1]:
-            dtype_name = jnp.dtype(dtype).name
-            parameters.append(pytest.param("xla", named, dtype, id=f"{name}-{dtype_name}", marks=marks))
-            if named["D"] in (64, 128) and size < 1.1e6:
-                slow = pytest.mark.slow
-                parameters.append(
-                    pytest.param("pallas", named, dtype, id=f"kernels-{name}-{dtype_name}", marks=[*marks[1:], slow])
-                )
+        large = [exhaustive] if size > 5e5 else []
+        parameters.append(pytest.param("xla", named, id=name, marks=[slow, *large] if size > 5e4 else []))
+        if named["D"] in (64, 128) and size < 1.1e6:
+            parameters.append(pytest.param("pallas", named, id=f"kernels-{name}", marks=[slow, *large]))
     return parameters
 
 
@@ -96,8 +91,9 @@ def both(engine, arrays, dtype, tolerances=TABLE, **options):
     check(engine, got, want, dtype, tolerances)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("engine", "row", "dtype"),
+    ("engine", "row"),
     rows(
         (1, 63, 1, 1, 64, 1, 1), (2, 500, 4, 4, 60, 1, 1), (2, 1000, 2, 8, 128, 1, 0.1), (3, 1024, 2, 2, 128, 0.1, 1),
         (4, 1024, 3, 3, 128, 1, 10), (4, 2048, 4, 4, 64, 0.1, 1), (2, 1024, 4, 4, 128, 1, 0.1), (2, 1024, 4, 8, 128, 1, 10),
@@ -116,8 +112,9 @@ def test_a_forward(engine, row, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("engine", "row", "dtype"),
+    ("engine", "row"),
     rows(
         (4, 1024, 4, 4, 128, 0.1, 1, 1.0, False), (2, 75, 4, 4, 64, 1, 0.01, 0, False), (2, 500, 3, 3, 60, 1, 1, 0, False),
         (2, 1000, 3, 3, 64, 0.1, 1, 0.5, False), (3, 1024, 4, 4, 100, 1, 0.1, 0, False), (4, 1024, 4, 4, 128, 0.1, 1, 0, True),
@@ -137,8 +134,9 @@ def test_c_chunk_sizes(chunk_size):
     both("xla", draw(2, row, jnp.float32), jnp.float32, tolerances, scale=0.1, l2norm=False, chunk_size=chunk_size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("engine", "row", "dtype"),
+    ("engine", "row"),
     rows(
         (2, 500, 4, 4, 64, 1, False, False), (3, 1024, 4, 4, 128, 0.1, True, True), (2, 1024, 4, 8, 128, 0.1, True, False),
         (4, 2048, 8, 8, 64, 0.1, False, True), (2, 75, 2, 4, 16, 1, True, True),
@@ -154,8 +152,9 @@ def test_d_rate_from_logits(engine, row, dtype):
     both(engine, arrays, dtype, scale=row["scale"], l2norm=row["l2norm"])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("engine", "row", "dtype"),
+    ("engine", "row"),
     rows(
         (2, 75, 4, 4, 64, 1, True, True), (2, 500, 3, 3, 60, 1, False, True), (2, 1000, 3, 3, 64, 0.1, True, False),
         (3, 1024, 4, 4, 100, 1, True, True), (4, 1024, 4, 4, 128, 0.1, False, True), (4, 2048, 8, 8, 64, 0.1, True, False),

@@ -2,8 +2,6 @@
 on a TPU."""
 
 import functools
-import importlib.util
-import os
 
 import equinox as eqx
 import jax
@@ -16,7 +14,7 @@ from deltanox.nn import GatedRMSNorm
 from deltanox.ops import Residuals
 from deltanox.ops.gated_norm import gated_norm_projection, takes
 from deltanox.tools import aot
-from helpers import rel
+from helpers import needs_libtpu, rel
 
 D = 24
 
@@ -92,12 +90,6 @@ def test_a_second_derivative_is_refused():
     assert not takes(x[:, :64], 64) and takes(x, 128) and not takes(x.astype(jnp.float16), 128)
 
 
-LIBTPU = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
-
-
 def compiled(T, residuals, again):
     """Value and gradients of a whole mixer, the output's cotangent made after it."""
     make = lambda: GatedDeltaNet(  # noqa: E731
@@ -117,7 +109,7 @@ def compiled(T, residuals, again):
 
 
 @pytest.mark.slow
-@LIBTPU
+@needs_libtpu
 def test_memory_of_a_layer():
     """What is kept (the normalised output is not), and the cotangent of the kept output."""
     T, heads, merged = 4096, 16 * 128 * 4096 * 2, 24 * 128 * 4096 * 2
@@ -132,7 +124,7 @@ def test_memory_of_a_layer():
     reason="since the norm's derivative is a linear primitive, both layers hold more: 0.66 of the input less, was 0.84",
 )
 @pytest.mark.slow
-@LIBTPU
+@needs_libtpu
 def test_memory_of_a_layer_that_runs_again():
     """With its projection made last, a layer that runs again never holds the convolution's input beside its output."""
     T, merged = 8192, 24 * 128 * 8192 * 2

@@ -3,8 +3,6 @@ the README says."""
 
 import dataclasses
 import importlib.metadata
-import importlib.util
-import os
 
 import equinox as eqx
 import jax
@@ -15,11 +13,9 @@ from deltanox import GatedDeltaNet
 from deltanox.ops import Residuals, causal_conv1d, gated_delta_net
 from deltanox.ops.delta_rule.tiling import Problem, choose, vmem_bytes
 from deltanox.tools import aot
+from helpers import needs_libtpu
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
+pytestmark = needs_libtpu
 slow = pytest.mark.slow
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 HEADS = ((1, 1), (16, 16), (16, 32), (16, 48), (16, 64))
@@ -60,8 +56,12 @@ def per_head_chunk(report, name, H, T):
         ("v5e", (16, 64), 1024),
         ("tpu7x", (1, 1), 1000),
         ("v6e", (16, 48), 1024),
-        *(pytest.param(c, HEADS[-1], t, marks=slow) for c in CHIPS for t in (8192, 65536)),
-        *(pytest.param(c, h, 65536, marks=[slow, pytest.mark.exhaustive]) for c in CHIPS for h in HEADS[:-1]),
+        *(
+            pytest.param(c, h, t, marks=[slow] if h == HEADS[-1] else [slow, pytest.mark.exhaustive])
+            for c in CHIPS
+            for h in HEADS
+            for t in (8192, 65536)
+        ),
         pytest.param("v4", (16, 64), 8192, marks=slow),
     ],
 )

@@ -1,8 +1,5 @@
 """The experts' layer compiled for TPUs that are not here, from one token to many, tiny and as released."""
 
-import importlib.util
-import os
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,12 +7,10 @@ import pytest
 
 from deltanox.nn import SparseMoE
 from deltanox.tools import aot
+from helpers import needs_libtpu
 from releases import RELEASES
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
+pytestmark = needs_libtpu
 # D, experts, top k, width of an expert and of the shared one
 SIZES = {"tiny": (256, 8, 2, 128, 128), "many": (256, 64, 8, 128, 128)} | {
     name: (c.embed_size, c.num_experts, c.top_k, c.expert_size, c.shared_size)

@@ -22,11 +22,7 @@ from deltanox.tools import aot
 from deltanox.tools._hlo import read_program
 from deltanox.tools._schedule import multiplicities, read_schedule
 from deltanox.tools.chips import CHIPS, parse_topology
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
+from helpers import SMALL_MODEL, needs_libtpu
 
 SIZE = 128
 ROWS = 2**20  # 256 MiB in bfloat16: more than the VMEM of any chip
@@ -232,7 +228,7 @@ assert report.flops > 0 and set(report.bounds) == {"flops", "bytes"}
 assert "schedule  none: libtpu was loaded before" in str(report)
 print(report.to_json())
 """
-    paths = [str(Path(deltanox.__file__).parents[1]), str(Path(__file__).parent)]
+    paths = [str(Path(deltanox.__file__).parents[1]), str(Path(__file__).parent), str(Path(__file__).parents[1])]
     extra = {
         "PYTHONPATH": os.pathsep.join(paths),
         "JAX_PLATFORMS": "cpu",
@@ -248,21 +244,7 @@ print(report.to_json())
 
 # The command --------------------
 
-CONFIG = """
-[model]
-vocab_size = 257
-embed_size = 16
-num_layers = 2
-full_attention_interval = 2
-mlp_size = 16
-num_key_heads = 1
-num_value_heads = 2
-key_head_size = 8
-value_head_size = 4
-num_heads = 2
-num_kv_heads = 1
-head_size = 8
-tied_head = true
+CONFIG = f"""{SMALL_MODEL}tied_head = true
 [data]
 row_length = 32
 batch_size = 2

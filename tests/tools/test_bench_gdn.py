@@ -1,14 +1,13 @@
 """The benchmarks of calls: timed on a device that is there, compiled for one that is not, beside what is published."""
 
-import importlib.util
 import json
-import os
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from deltanox.tools import _measure, _published, bench_gdn, bench_step
+from helpers import needs_libtpu
 
 SMALL = ["--heads", "1/2", "--size", "16", "--hidden", "32", "--on", "device", "--repeats", "2"]
 
@@ -91,10 +90,7 @@ def test_wrong_use(arguments, sentence):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
+@needs_libtpu
 def test_calls_are_compiled_for_a_tpu_that_is_not_there(capsys):
     arguments = ["--length", "1024", "--heads", "1/2", "--hidden", "128", "--on", "topology", "--json"]
     assert bench_gdn.main([*arguments, "--implementation", "pallas"]) == 0

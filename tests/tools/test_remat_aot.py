@@ -1,8 +1,6 @@
 """What policies of names do in programs compiled for a TPU: kernels run once or twice, bytes go where they are sent."""
 
 import functools
-import importlib.util
-import os
 
 import equinox as eqx
 import jax
@@ -14,11 +12,9 @@ from deltanox.nn import Stack
 from deltanox.tools import aot
 from deltanox.tools._aot_command import compile_config
 from deltanox.train._config import config_from_dict
+from helpers import needs_libtpu
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
-    reason="libtpu, which compiles for TPUs, is not installed here (the extra `dev` has it, on Linux and x86-64)",
-)
+pytestmark = needs_libtpu
 D, HEADS = 512, (4, 8)
 POLICIES = {
     "remat": remat.policy(gdn="remat"),
@@ -146,7 +142,6 @@ def test_the_record_of_a_config_is_what_is_compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_offload_inside_the_loops_of_a_training_step():
     """Gradients are accumulated in a loop around the stack's."""
     config = config_from_dict(CONFIG | dict(remat=dict(gdn="offload"), train=dict(steps=4, accumulation=2)))
